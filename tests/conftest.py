@@ -1,0 +1,28 @@
+"""Set-up of all tests: eight CPU devices unless the environment says otherwise.
+
+The same tests run on GPUs with JAX_PLATFORMS=cuda; those that need more devices than there are
+skip themselves.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+hypothesis.settings.register_profile(
+    "jax_ep", max_examples=15, deadline=None, derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.load_profile("jax_ep")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+@pytest.fixture(params=["native", "xla"])
+def backend(request):
+    """The backends under test: the platform's native one, and the reference."""
+    return request.param
