@@ -54,9 +54,13 @@ def group_of(case: Case, kind: str) -> jax_ep.Group:
                       kind)
 
 
-def per_rank(group: jax_ep.Group, f: Callable, **options: Any) -> Callable:
-    """f under shard_map; every array in and out of the result has a leading axis of EP ranks."""
-    spec = PartitionSpec(group.axis_names)
+def per_rank(group: jax_ep.Group, f: Callable, axes: tuple[str, ...] | None = None,
+             **options: Any) -> Callable:
+    """f under shard_map; every array in and out of the result has a leading axis of EP ranks.
+
+    `axes` (default: the group's) are the mesh axes of the leading axis, row-major.
+    """
+    spec = PartitionSpec(axes or group.axis_names)
 
     def on_device(*args):
         args = jax.tree.map(lambda a: a[0], args)
