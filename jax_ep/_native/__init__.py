@@ -1,0 +1,1 @@
+"""The native modules that Bazel builds: `_cpu`, where it was built."""

@@ -1,0 +1,77 @@
+"""Which backend runs a Group, and the native modules behind it."""
+
+import functools
+import importlib
+import types
+
+import jax
+import numpy as np
+
+NAMES = ("cuda", "cpu", "xla")
+
+
+@functools.cache
+def load_cpu() -> types.ModuleType:
+    """The CPU backend's native module, its FFI types and targets registered with XLA.
+
+    Call it once a CPU backend of JAX exists: registrations made earlier are replayed in an order
+    that XLA refuses (targets before the types that they use).
+
+    Raises:
+      ImportError: the native module was not built.
+    """
+    module = importlib.import_module("jax_ep._native._cpu")
+    for name, type_ in module.types().items():
+        jax.ffi.register_ffi_type(name, type_, platform="cpu")
+    for name, target in module.targets().items():
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
+    return module
+
+
+def has_cpu() -> bool:
+    """Whether the CPU backend's native module is there."""
+    return importlib.util.find_spec("jax_ep._native._cpu") is not None
+
+
+def choose(devices: np.ndarray, backend: str | None) -> tuple[str, str]:
+    """The backend for a Group over `devices`, and the reason in words.
+
+    Raises:
+      ValueError: `backend` is unknown, or cannot run on these devices.
+    """
+    if backend is not None and backend not in NAMES:
+        raise ValueError(f"backend must be one of {NAMES} or None, got {backend!r}")
+    if backend == "xla":
+        return backend, "asked for"
+    platform = devices.flat[0].platform
+    num_processes = len({device.process_index for device in devices.flat})
+    native = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(platform)
+    obstacle = _obstacle(native, num_processes)
+    if backend is None:
+        if obstacle is None:
+            return native, f"native on platform {platform!r}"
+        return "xla", f"{obstacle} (platform {platform!r})"
+    if backend != native:
+        raise ValueError(
+            f"backend={backend!r} does not run on the mesh's devices, whose platform is "
+            f"{platform!r}; use backend=None, or 'xla' for the reference"
+        )
+    if obstacle is not None:
+        raise ValueError(f"backend={backend!r} is not possible here: {obstacle}")
+    return backend, "asked for"
+
+
+def _obstacle(native: str | None, num_processes: int) -> str | None:
+    """Why the native backend cannot run, or None."""
+    if native is None:
+        return "this platform has no native backend"
+    if native == "cuda":
+        return "this version of jax_ep has no CUDA backend yet"
+    if num_processes > 1:
+        return (
+            "the cpu backend needs all devices of the mesh in one process, and they are in "
+            f"{num_processes} processes"
+        )
+    if not has_cpu():
+        return "the native module jax_ep._native._cpu is not built (run `make setup`)"
+    return None

@@ -1,0 +1,1 @@
+"""The three operations as JAX primitives, one file each, and what they share."""

@@ -1,0 +1,111 @@
+"""Abstract values, batching and derivatives that the primitives share."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.sharding import PartitionSpec
+
+from jax_ep.group import Group
+from jax_ep.handle import Handle, HandleSpec
+
+# The handle's arrays that are operands of dispatch and combine, in this order, before the payload.
+NUM_ROUTING = 4
+
+
+def routing_operands(handle: Handle) -> tuple[jax.Array, ...]:
+    """topk_idx, slots, row_source, row_topk_idx; the last is empty except in layout rank."""
+    row_topk_idx = handle.row_topk_idx
+    if row_topk_idx is None:
+        row_topk_idx = np.zeros((0, handle.group.num_topk), np.int32)
+    return handle.topk_idx, handle.slots, handle.row_source, row_topk_idx
+
+
+def vary(spec: HandleSpec, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Marks all operands as varying over the group's axes and over any axis that one varies over.
+
+    A token that is the same on several ranks is dispatched by each of them, so that its cotangent
+    is a sum over them; the cast is what makes JAX take that sum.
+    """
+    operands = [jnp.asarray(x) for x in operands]
+    axes = set(spec.group.axis_names).union(*(jax.typeof(x).mat.varying for x in operands))
+
+    def cast(x):
+        missing = tuple(sorted(axes - jax.typeof(x).mat.varying, key=str))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return [cast(x) for x in operands]
+
+
+def row_bytes(leaf: jax.Array, leading: int) -> int:
+    """Bytes of one row of `leaf`, whose first `leading` dimensions count rows."""
+    return math.prod(leaf.shape[leading:]) * leaf.dtype.itemsize
+
+
+def check_row_bytes(name: str, total: int, group: Group) -> None:
+    """Raises ValueError where a row of all leaves together is larger than the group allows."""
+    if total > group.max_row_bytes:
+        raise ValueError(
+            f"a row of {name} has {total} bytes (all leaves together), more than the group's "
+            f"max_row_bytes={group.max_row_bytes}"
+        )
+
+
+def check_whole_bytes(name: str, leaf: jax.Array) -> None:
+    """Raises TypeError for dtypes that are packed below a byte, or that have no bytes to move."""
+    dtype = leaf.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} has a leaf of dtype {dtype}; pass its raw data instead")
+    packed = jnp.issubdtype(dtype, jnp.number) and jax.dtypes.itemsize_bits(dtype) < 8
+    if packed:
+        raise TypeError(f"{name} has a leaf of dtype {dtype}; bitcast it to uint8 first")
+
+
+def result_aval(like, shape: Sequence[int], dtype) -> jax.core.ShapedArray:
+    """An abstract value of `shape` and `dtype` that varies over the same mesh axes as `like`."""
+    sharding = like.sharding.update(spec=PartitionSpec(*(None,) * len(shape)))
+    return like.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False, sharding=sharding)
+
+
+def register_batching(primitive: Primitive) -> None:
+    """vmap runs the operation once per batch element, in order."""
+
+    def batch(operands, dims, **params):
+        batched = [
+            jnp.moveaxis(x, dim, 0)
+            for x, dim in zip(operands, dims)
+            if dim is not None
+        ]
+
+        def one(elements):
+            elements = iter(elements)
+            full = [
+                x if dim is None else next(elements)
+                for x, dim in zip(operands, dims)
+            ]
+            return primitive.bind(*full, **params)
+
+        results = jax.lax.map(one, batched)
+        return results, [0] * len(results)
+
+    batching.primitive_batchers[primitive] = batch
+
+
+def zero_tangent(primal) -> ad.Zero:
+    """The symbolic zero tangent of `primal`."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def is_zero(x) -> bool:
+    """Whether a tangent or cotangent is a symbolic zero."""
+    return type(x) is ad.Zero
+
+
+def pick_nonzero(values: Sequence) -> tuple[list[int], list]:
+    """Indices and values of those that are not symbolic zeros."""
+    kept = [i for i, x in enumerate(values) if not is_zero(x)]
+    return kept, [values[i] for i in kept]

@@ -1,0 +1,77 @@
+"""How every primitive lowers: FFI custom calls where native, the reference elsewhere."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+# There is no public way to bind mesh axes while a primitive is being lowered, which the
+# reference's collectives need.
+from jax._src.core import extend_axis_env_nd
+
+from jax_ep.group import LAYOUTS
+from jax_ep.handle import HandleSpec
+
+
+def register(primitive: Primitive, op: str, reference: Callable) -> None:
+    """Registers the lowering rules of `primitive`.
+
+    On cpu and cuda it becomes the FFI custom call `jax_ep_<platform>_<op>`, unless its group asks
+    for the reference; on every other platform `reference(*operands, spec=, **params)`.
+    Every primitive has a param `spec`; its other params become FFI attributes as they are.
+    """
+
+    def lower_reference(ctx, *operands, spec, **params):
+        with extend_axis_env_nd(list(spec.group.mesh.shape.items())):
+            return mlir.lower_fun(reference)(ctx, *operands, spec=spec, **params)
+
+    def native_rule(target: str):
+        def lower(ctx, *operands, spec, **params):
+            if spec.group.backend == "xla":
+                return lower_reference(ctx, *operands, spec=spec, **params)
+            (position,) = _lower_position(ctx, spec)
+            position_aval = jax.core.ShapedArray((2,), np.int32)
+            call = jax.ffi.ffi_lowering(target)
+            return call(
+                ctx.replace(avals_in=[position_aval, *ctx.avals_in]),
+                position,
+                *operands,
+                **_attributes(spec),
+                **{name: _ATTRIBUTE_VALUES.get(value, value) for name, value in params.items()},
+            )
+
+        return lower
+
+    mlir.register_lowering(primitive, lower_reference)
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, native_rule(f"jax_ep_{platform}_{op}"), platform=platform)
+
+
+# How params are spelt as FFI attributes: the enums of csrc/core/shape.h and csrc/cpu/combine.h.
+_ATTRIBUTE_VALUES = {"none": np.int32(0), "weights": np.int32(1), "returned": np.int32(2)}
+
+
+def _attributes(spec: HandleSpec) -> dict:
+    """The FFI attributes that all operations have. xla_ffi/meet.h reads them."""
+    return {
+        "group": np.int64(spec.group.id),
+        "layout": np.int32(LAYOUTS.index(spec.layout)),
+        "capacity": np.int64(spec.capacity),
+        "expert_alignment": np.int64(spec.expert_alignment),
+    }
+
+
+def _lower_position(ctx, spec: HandleSpec):
+    """int32[2]: which of the mesh's independent EP groups this device is in, and its rank there."""
+
+    def position():
+        axis_names = spec.group.axis_names
+        others = tuple(name for name in spec.group.mesh.axis_names if name not in axis_names)
+        subgroup = jax.lax.axis_index(others) if others else np.int32(0)
+        return [jnp.stack([jnp.int32(subgroup), jax.lax.axis_index(axis_names)])]
+
+    with extend_axis_env_nd(list(spec.group.mesh.shape.items())):
+        return mlir.lower_fun(position)(ctx.replace(avals_in=[], avals_out=None))

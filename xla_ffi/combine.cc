@@ -1,0 +1,90 @@
+#include "csrc/cpu/combine.h"
+
+#include <optional>
+
+#include "xla_ffi/handlers.h"
+#include "xla_ffi/meet.h"
+
+namespace jax_ep::ffi_cpu {
+
+using I32 = ffi::Buffer<ffi::S32>;
+
+std::optional<cpu::DType> ToDType(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F32: return cpu::DType::kF32;
+    case ffi::F64: return cpu::DType::kF64;
+    case ffi::BF16: return cpu::DType::kBF16;
+    case ffi::F16: return cpu::DType::kF16;
+    case ffi::F8E4M3FN: return cpu::DType::kF8E4M3FN;
+    case ffi::F8E5M2: return cpu::DType::kF8E5M2;
+    default: return std::nullopt;
+  }
+}
+
+// Operands: the routing, the rows of each leaf and, unless `values` is kNone,
+// one value a pair. Results: the leaves [T, ...] and, with kReturned, the
+// pairs' values [T, K].
+enum class Values : int32_t {
+  kNone = 0,
+  kWeights = 1,   // row weights, by which the rows enter their sums
+  kReturned = 2,  // moved back to their pairs
+};
+
+ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads, int64_t group,
+                    int32_t layout, int64_t capacity, int64_t expert_alignment, I32 position,
+                    I32 topk_idx, I32 slots, I32 /*row_source*/, I32 /*row_topk_idx*/,
+                    int32_t values_role, ffi::RemainingArgs operands,
+                    ffi::RemainingRets results) {
+  const Call call{"combine", group, layout,   capacity, expert_alignment,
+                  position,  run_id, instance, &threads};
+  const auto role = static_cast<Values>(values_role);
+  const size_t num_leaves = operands.size() - (role == Values::kNone ? 0 : 1);
+  cpu::CombineArgs args;
+  args.num_tokens = topk_idx.dimensions()[0];
+  args.topk_idx = topk_idx.typed_data();
+  args.slots = slots.typed_data();
+  Work<cpu::CombineArgs> work;
+  for (size_t i = 0; i < num_leaves; ++i) {
+    const auto from = operands.get<ffi::AnyBuffer>(i);
+    auto to = results.get<ffi::AnyBuffer>(i);
+    if (!from || !to) return Failed("jax_ep combine: as many results as leaves are needed");
+    const auto dtype = ToDType(from->element_type());
+    if (!dtype) return Failed("jax_ep combine: rows of a dtype that it does not sum");
+    args.leaves.push_back({*dtype, static_cast<const std::byte*>(from->untyped_data()),
+                           static_cast<std::byte*>((*to)->untyped_data()), RowElements(**to, 1)});
+    work.bytes += static_cast<int64_t>((*to)->size_bytes()) * topk_idx.dimensions()[1];
+  }
+  if (role != Values::kNone) {
+    const auto values = operands.get<ffi::AnyBuffer>(num_leaves);
+    const auto* data = static_cast<const std::byte*>(values->untyped_data());
+    if (role == Values::kWeights) {
+      const auto dtype = ToDType(values->element_type());
+      if (dtype != cpu::DType::kF32 && dtype != cpu::DType::kF64) {
+        return Failed("jax_ep combine: row weights are neither float32 nor float64");
+      }
+      args.row_weights = data;
+      args.weight_dtype = *dtype;
+    } else {
+      auto to = results.get<ffi::AnyBuffer>(num_leaves);
+      if (!to) return Failed("jax_ep combine: no result for the returned values");
+      args.row_values = data;
+      args.pair_values = static_cast<std::byte*>((*to)->untyped_data());
+      args.value_bytes = ffi::ByteWidth(values->element_type());
+    }
+  }
+  work.items = [](const Shape&, const cpu::CombineArgs& rank) { return rank.num_tokens; };
+  work.run = cpu::Combine;
+  return Meet(call, std::move(args), std::move(work));
+}
+
+}  // namespace jax_ep::ffi_cpu
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuCombine, &jax_ep::ffi_cpu::Combine,
+                              jax_ep::ffi_cpu::BindCall()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // topk_idx
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // slots
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_source
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_topk_idx
+                                  .Attr<int32_t>("values")
+                                  .RemainingArgs()
+                                  .RemainingRets());
