@@ -1,0 +1,34 @@
+# Everything a user or CI types. The work is in bazel/*.sh.
+#
+#   PYTHON=...  the interpreter for .venv, or for the wheel (default: the first Python >= 3.11 found)
+#   BAZEL=...   the Bazel (default: bazel or bazelisk on the PATH, else Debian's, installed)
+
+.PHONY: help setup test test-fast demo bench wheel lock clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##/make \1 -/p' Makefile
+
+setup:  ## make .venv ready and build the native code into it; quick when nothing changed
+	@bazel/setup.sh
+
+test: setup  ## all tests, C++ and Python, with the oldest and the newest supported jax
+	@bazel/test.sh
+
+test-fast: setup  ## the Python tests that are not slow
+	@.venv/bin/python -m pytest -q -m "not slow" tests
+
+demo: setup  ## train a small MoE language model, expert-parallel over 8 CPU devices
+	@.venv/bin/python examples/train_moe.py
+
+bench: setup  ## time dispatch and combine on 8 CPU devices
+	@.venv/bin/python -m jax_ep.bench
+
+wheel:  ## write dist/*.whl for one Python
+	@bazel/wheel.sh dist
+
+lock:  ## write requirements/*.txt anew
+	@bazel/lock.sh 0.10.2 0.12.0.1
+
+clean:  ## remove all that the other commands wrote
+	@! command -v bazel >/dev/null || bazel clean --expunge
+	rm -rf .venv .venv-oldest .venv-newest .bazelrc.local build dist jax_ep/_native/*.so

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Tests the other end of the supported jax range than .venv's: builds a wheel, installs it into a
+# clean venv with that jax, and runs the tests against the installed package.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source bazel/lib.sh
+
+if [[ $(end_of_range .venv) == oldest ]]; then
+  end=newest
+  if ! python=$(find_python 12 13); then
+    say "NOT TESTED: the newest jax needs Python 3.12 or 3.13, and none was found"
+    exit
+  fi
+else
+  end=oldest
+  python=$(find_python 11 11) || python=$(cut -d' ' -f1 .venv/packages)
+fi
+readonly venv=.venv-$end wheels=build/wheels-$end run=build/test-$end
+ensure_venv "$venv" "$python" "$end"
+
+wheel_key="$(<"$venv/packages") $(hash_files \
+  BUILD WORKSPACE .bazelrc pyproject.toml README.md bazel csrc xla_ffi jax_ep)"
+if [[ ! -f $venv/wheel || $(<"$venv/wheel") != "$wheel_key" ]]; then
+  rm -rf "$wheels"
+  PYTHON=$python bazel/wheel.sh "$wheels"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --force-reinstall \
+    "$wheels"/jax_ep-*.whl
+  echo "$wheel_key" >"$venv/wheel"
+fi
+
+# Away from the sources, so that only the installed package can be imported.
+rm -rf "$run"
+mkdir -p "$run"
+cp -r pyproject.toml tests examples "$run"
+cd "$run"
+../../"$venv"/bin/python -c '
+import sys, jax, jax_ep
+assert "site-packages" in jax_ep.__file__, jax_ep.__file__
+print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {jax_ep.__file__}")'
+PYTHONDONTWRITEBYTECODE=1 exec ../../"$venv"/bin/python -m pytest -p no:cacheprovider -q \
+  -m "not slow" tests
