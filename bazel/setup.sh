@@ -7,8 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source bazel/lib.sh
 
-readonly venv=.venv
-readonly native_build=$venv/native-build
+venv=.venv
+native_build=$venv/native-build
 
 ensure_bazel
 if [[ -z ${PYTHON:-} && -f $venv/packages ]] && $venv/bin/python -c '' 2>/dev/null; then

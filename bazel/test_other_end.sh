@@ -15,7 +15,7 @@ else
   end=oldest
   python=$(find_python 11 11) || python=$(cut -d' ' -f1 .venv/packages)
 fi
-readonly venv=.venv-$end wheels=build/wheels-$end run=build/test-$end
+venv=.venv-$end wheels=build/wheels-$end run=build/test-$end
 ensure_venv "$venv" "$python" "$end"
 
 wheel_key="$(<"$venv/packages") $(hash_files \
