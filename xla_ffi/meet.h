@@ -11,9 +11,11 @@
 
 #include "csrc/core/shape.h"
 #include "csrc/core/status.h"
+#include "csrc/cpu/float_environment.h"
 #include "csrc/cpu/group.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/cpu/rendezvous.h"
+#include "csrc/cpu/threads.h"
 #include "xla/ffi/api/ffi.h"
 
 // What the CPU handlers share: how the ranks of an operation come together.
@@ -90,6 +92,7 @@ void RunAll(const Call& call, const cpu::Group& group, const Shape& shape,
                run = std::move(work.run)](int64_t block) {
     int64_t item = total * block / num_blocks;
     const int64_t end = total * (block + 1) / num_blocks;
+    const cpu::ScopedIeeeArithmetic ieee;
     for (int32_t rank = 0; item < end; ++rank) {
       if (item >= ends[rank]) continue;
       const int64_t first = rank == 0 ? 0 : ends[rank - 1];
@@ -132,12 +135,16 @@ ffi::Future Meet(const Call& call, Args args, Work<Args> work) {
 
   ffi::Promise promise;
   ffi::Future future(promise);
-  cpu::Rendezvous::Done done = [promise](const Status& status) mutable {
-    if (status.ok()) {
-      promise.SetAvailable();
-    } else {
-      promise.SetError(ffi::Error(ffi::ErrorCode::kInternal, status.message()));
-    }
+  cpu::Rendezvous::Done done = [promise, environment =
+                                             cpu::FloatEnvironment()](const Status& status) {
+    cpu::RunOnOwnThread([promise, environment, status]() mutable {
+      environment.Apply();  // XLA's program goes on in this thread
+      if (status.ok()) {
+        promise.SetAvailable();
+      } else {
+        promise.SetError(ffi::Error(ffi::ErrorCode::kInternal, status.message()));
+      }
+    });
   };
   const auto all = call.instance->rendezvous.Arrive(
       {call.op, group, call.run_id.run_id, position[0], rank},

@@ -47,7 +47,7 @@ struct Rendezvous::State {
       if (meeting->arrived == meeting->group->num_ranks) return;
       char seconds[32];
       std::snprintf(seconds, sizeof(seconds), "%g", meeting->group->timeout_s);
-      meeting->failure = std::string(" within timeout_s=") + seconds + " s for ranks " +
+      meeting->failure = std::string(" waited timeout_s=") + seconds + " s for missing ranks " +
                          meeting->RanksThat(false) + " (arrived: " + meeting->RanksThat(true) + ")";
     }
     // The meeting stays, as failed, for ranks that come after all.
@@ -55,7 +55,7 @@ struct Rendezvous::State {
       if (!meeting->done[rank]) continue;
       meeting->done[rank](Status::Error("jax_ep " + std::string(meeting->op) + " on axis " +
                                         meeting->group->axis + ": rank " + std::to_string(rank) +
-                                        " waited in vain" + meeting->failure));
+                                        meeting->failure));
     }
   }
 };
@@ -84,7 +84,7 @@ std::vector<Rendezvous::Args> Rendezvous::Arrive(const Arrival& arrival, Args ar
     lock.unlock();
     (*done)(Status::Error("jax_ep " + std::string(arrival.op) + " on axis " + arrival.group->axis +
                           ": rank " + std::to_string(rank) +
-                          " came too late; the others waited in vain" + meeting->failure));
+                          " came too late; the others" + meeting->failure));
     return {};
   }
   if (meeting->done[rank]) {
