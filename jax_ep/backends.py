@@ -3,9 +3,10 @@
 import functools
 import importlib
 import types
+from collections.abc import Sequence
 
 import jax
-import numpy as np
+
 
 NAMES = ("cuda", "cpu", "xla")
 
@@ -33,7 +34,7 @@ def has_cpu() -> bool:
     return importlib.util.find_spec("jax_ep._native._cpu") is not None
 
 
-def choose(devices: np.ndarray, backend: str | None) -> tuple[str, str]:
+def choose(devices: Sequence[jax.Device], backend: str | None) -> tuple[str, str]:
     """The backend for a Group over `devices`, and the reason in words.
 
     Raises:
@@ -43,8 +44,8 @@ def choose(devices: np.ndarray, backend: str | None) -> tuple[str, str]:
         raise ValueError(f"backend must be one of {NAMES} or None, got {backend!r}")
     if backend == "xla":
         return backend, "asked for"
-    platform = devices.flat[0].platform
-    num_processes = len({device.process_index for device in devices.flat})
+    platform = devices[0].platform
+    num_processes = len({device.process_index for device in devices})
     native = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(platform)
     obstacle = _obstacle(native, num_processes)
     if backend is None:

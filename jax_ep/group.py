@@ -82,7 +82,9 @@ class Group:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         self.timeout_s = float(timeout_s)
-        self.backend, self.backend_reason = backends.choose(mesh.devices, backend)
+        self.backend, self.backend_reason = backends.choose(
+            list(mesh.devices.flat), backend
+        )
         self.closed = False
 
         processes = sorted({device.process_index for device in mesh.devices.flat})

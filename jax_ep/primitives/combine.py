@@ -159,17 +159,16 @@ def _transpose(cotangents, *operands, spec, values):
     return [None] * common.NUM_ROUTING + result
 
 
-def _per_row(x, like):
-    """Broadcasts [rows] over the trailing dimensions of `like`."""
-    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
+# Rows without a source may hold anything, NaN included, and so may their weights; they must not
+# reach a cotangent. Masking one value a row is enough, since dispatched rows are zero there.
 
 
 def _scale(cotangent, weights, routing):
-    """weight * cotangent of every row; zero where a row has no source, whatever its weight is."""
-    has_source = _per_row(routing[2] >= 0, cotangent)
+    """weight * cotangent of every row."""
     wide = jnp.promote_types(cotangent.dtype, jnp.float32)
-    scaled = cotangent.astype(wide) * _per_row(weights, cotangent).astype(wide)
-    return jnp.where(has_source, scaled, 0).astype(cotangent.dtype)
+    weights = jnp.where(routing[2] >= 0, weights, 0).astype(wide)
+    weights = weights.reshape(weights.shape + (1,) * (cotangent.ndim - weights.ndim))
+    return (cotangent.astype(wide) * weights).astype(cotangent.dtype)
 
 
 def _weights_cotangent(rows, cotangents, aval, routing):
@@ -178,10 +177,8 @@ def _weights_cotangent(rows, cotangents, aval, routing):
     total = jnp.zeros(row_source.shape, aval.dtype)
     for row, cotangent in zip(rows, cotangents):
         product = row.astype(aval.dtype) * cotangent.astype(aval.dtype)
-        # Rows without a source may hold anything, NaN included.
-        product = jnp.where(_per_row(row_source >= 0, row), product, 0)
         total += product.sum(axis=tuple(range(row_source.ndim, row.ndim)))
-    return total
+    return jnp.where(row_source >= 0, total, 0)
 
 
 ad.primitive_jvps[combine_p] = _jvp

@@ -1,0 +1,1 @@
+"""Benchmarks of dispatch and combine: `python -m jax_ep.bench --help`."""

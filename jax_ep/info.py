@@ -1,0 +1,52 @@
+"""What this machine offers jax_ep: `python -m jax_ep.info`."""
+
+import importlib.metadata
+import platform
+import shutil
+
+import jax
+
+import jax_ep
+from jax_ep import backends
+
+
+def report() -> str:
+    """Versions, devices, native libraries, and the backend that a Group would use, with why."""
+    lines = [f"jax_ep      {jax_ep.__version__}"]
+    lines.append(f"python      {platform.python_version()} ({platform.machine()})")
+    for name in ("jax", "jaxlib", "numpy", "ml_dtypes", "flax", "optax"):
+        lines.append(f"{name:<11} {_version(name)}")
+
+    lines.append("")
+    for name, found in (("cpu", backends.has_cpu()), ("cuda", False)):
+        lines.append(f"native {name:<4} {'built' if found else 'not built'}")
+    lines.append(f"nvcc        {shutil.which('nvcc') or 'not found'} (needed only to build)")
+
+    lines.append("")
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS asks for what is not here
+        lines.append(f"devices     none: {error}")
+        return "\n".join(lines)
+    lines.append(f"devices     {len(devices)} on platform {devices[0].platform!r}")
+    for kind in dict.fromkeys(device.device_kind for device in devices):
+        count = sum(device.device_kind == kind for device in devices)
+        lines.append(f"            {count} x {kind}")
+    lines.append(
+        f"processes   {jax.process_count()}, with {len(jax.local_devices())} devices in this one"
+    )
+    for num_devices in dict.fromkeys((1, len(devices))):
+        name, reason = backends.choose(devices[:num_devices], None)
+        lines.append(f"backend     {name!r} for a Group over {num_devices} devices: {reason}")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    print(report())
