@@ -25,8 +25,8 @@ def report() -> str:
     lines.append("")
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # JAX_PLATFORMS asks for what is not here
-        lines.append(f"devices     none: {error}")
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS asks for what is not here
+        lines.append(f"devices     none: {str(error) or type(error).__name__}")
         return "\n".join(lines)
     lines.append(f"devices     {len(devices)} on platform {devices[0].platform!r}")
     for kind in dict.fromkeys(device.device_kind for device in devices):
