@@ -22,7 +22,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
 
 
-@pytest.fixture(params=["native", "xla"])
+@pytest.fixture(params=["native", pytest.param("xla", marks=pytest.mark.slow)])
 def backend(request):
-    """The backends under test: the platform's native one, and the reference."""
+    """The platform's native backend, and in the full suite the reference, slow to compile."""
+    return request.param
+
+
+@pytest.fixture(params=["native", "xla"])
+def both_backends(request):
+    """For what is quick with the reference too."""
     return request.param

@@ -37,8 +37,8 @@ def check_all_routings(case, backend):
 
 
 @pytest.mark.parametrize("case", cases.quick_matrix(), ids=str)
-def test_rows(case, backend):
-    check_all_routings(case, backend)
+def test_rows(case, both_backends):
+    check_all_routings(case, both_backends)
 
 
 @pytest.mark.slow
@@ -110,6 +110,7 @@ def test_handle_is_reused(backend):
         assert_same_bits(rows, oracle.dispatch(plan, x))
 
 
+@pytest.mark.slow
 @hypothesis.given(st.integers(0, 10**6), st.sampled_from(cases.ROUTINGS))
 def test_any_bits(seed, kind):
     case = Case(num_ranks=4, experts_per_rank=2, num_topk=3, expert_alignment=8)

@@ -89,7 +89,7 @@ def test_prepare_wants_a_group(group):
 @pytest.mark.parametrize("x, topk_weights, error, parts", [
     (array(4, 8), None, ValueError, ["x", "(4, 8)", "5"]),
     (array(), None, ValueError, ["x", "()"]),
-    ({"a": array(5, 8), "b": array(6)}, None, ValueError, ["b", "(6,)", "5"]),
+    ({"a": array(5, 8), "b": array(6)}, None, ValueError, ["x", "(6,)", "5"]),
     (array(5, 17), None, ValueError, ["x", "68", "64", "max_row_bytes"]),
     ([array(5, 8), array(5, 9)], None, ValueError, ["68", "64", "max_row_bytes"]),
     (array(5, 8, dtype=jnp.int4), None, TypeError, ["x", "int4"]),
@@ -111,9 +111,9 @@ def test_wants_a_handle(op, group):
 
 @pytest.mark.parametrize("rows, row_weights, options, error, parts", [
     (array(ROWS - 1, 8), None, {}, ValueError, ["rows", f"({ROWS - 1}, 8)", str(ROWS)]),
-    ({"a": array(ROWS, 8), "b": array()}, None, {}, ValueError, ["rows", "b", "()"]),
-    (array(2, 9, 8), None, dict(layout="padded"), ValueError, ["rows", "(2, 9, 8)", "(2, 10"]),
-    (array(20), None, dict(layout="padded"), ValueError, ["rows", "(20,)", "(2, 10"]),
+    ({"a": array(ROWS, 8), "b": array()}, None, {}, ValueError, ["rows", "()", str(ROWS)]),
+    (array(2, 9, 8), None, dict(layout="padded"), ValueError, ["rows", "(2, 9, 8)", "2, 10"]),
+    (array(20), None, dict(layout="padded"), ValueError, ["rows", "(20,)", "2, 10"]),
     (array(ROWS, 8, dtype=np.int32), None, {}, TypeError, ["rows", "int32"]),
     (array(ROWS, 8, dtype=np.bool_), None, {}, TypeError, ["rows", "bool"]),
     (array(ROWS, 8, dtype=np.complex64), None, {}, TypeError, ["rows", "complex64"]),
@@ -146,7 +146,7 @@ def test_another_mesh(shape, names, group):
         jax.eval_shape(f, jax.ShapeDtypeStruct((shape[0], 5, 3), np.int32))
 
 
-@pytest.mark.parametrize("factor", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("factor", [-1.0, float("nan")])
 def test_capacity_factor(factor, group):
     with pytest.raises(ValueError, match="factor"):
         group.capacity(factor)

@@ -166,9 +166,9 @@ def test_capacity_helpers():
     mesh = run.make_mesh((4,), ("expert",))
     with make(mesh, "expert", "xla", max_tokens_per_rank=100) as group:
         # R = 4, E_local = 2, K = 3.
-        assert group.worst_case_capacity(50, "expert", 8) == 4 * 50 * 3 + 2 * 7
-        assert group.worst_case_capacity(50, "rank", 8) == 4 * 50
-        assert group.worst_case_capacity(50, "padded", 8) == 4 * 50
+        worst_cases = {layout: group.worst_case_capacity(50, layout=layout, expert_alignment=8)
+                       for layout in oracle.LAYOUTS}
+        assert worst_cases == {"expert": 4 * 50 * 3 + 2 * 7, "rank": 4 * 50, "padded": 4 * 50}
         # The mean load: T*K pairs per rank; padded: R*T*K/E per expert.
         assert group.capacity(1.0) == 300
         assert group.capacity(1.25) == 375
@@ -176,8 +176,8 @@ def test_capacity_helpers():
         assert group.capacity(1.0, layout="padded") == 150
         for layout in oracle.LAYOUTS:
             for alignment in (1, 8, 128):
-                worst = group.worst_case_capacity(100, layout, alignment)
                 options = dict(layout=layout, expert_alignment=alignment)
+                worst = group.worst_case_capacity(100, **options)
                 assert group.capacity(1e6, **options) == worst
                 capacities = [group.capacity(f, **options) for f in (0.5, 1.0, 1.5, 2.0)]
                 assert capacities == sorted(capacities)

@@ -25,8 +25,8 @@ def check_all_routings(case, backend):
 
 
 @pytest.mark.parametrize("case", cases.quick_matrix(), ids=str)
-def test_handle(case, backend):
-    check_all_routings(case, backend)
+def test_handle(case, both_backends):
+    check_all_routings(case, both_backends)
 
 
 @pytest.mark.slow
@@ -45,9 +45,10 @@ def test_static_fields(backend):
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
 def test_default_capacity_is_the_worst_case(layout, backend):
     case = Case(layout=layout, num_topk=3, expert_alignment=8)
-    handle = check(case, backend, cases.routing("one_expert", case))
+    handle = check(case, backend, cases.routing("uniform", case))
     group = runner(case, backend).group
-    worst = group.worst_case_capacity(case.num_tokens, layout, case.expert_alignment)
+    worst = group.worst_case_capacity(
+        case.num_tokens, layout=layout, expert_alignment=case.expert_alignment)
     assert handle.capacity == worst == handle.row_source.shape[-1]
     assert not np.asarray(handle.num_dropped).any()
 

@@ -168,7 +168,13 @@ def test_vmap_of_some_arguments(group):
     batch = [(*inputs(seed), cases.floats(np.float32, (4, CASE.num_tokens, CASE.num_topk), seed))
              for seed in range(2)]
     args = [np.stack(a, axis=1) for a in zip(*batch)]
-    assert_same_values(*jax.jit(run.per_rank(group, f))(*args))
+    batched, one = jax.jit(run.per_rank(group, f))(*args)
+    if group.backend == "xla":
+        # Whether a multiply-add is fused may differ from one instance to the next.
+        for i in (3, 4):
+            np.testing.assert_allclose(batched[i], one[i], rtol=1e-6, atol=1e-5)
+            batched[i] = one[i]
+    assert_same_values(batched, one)
 
 
 def loss(group, handle, x, topk_weights):

@@ -1,5 +1,7 @@
 """check_vma=True: outputs vary over the axes that they do vary over, and no others."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jax_ep
@@ -17,13 +19,22 @@ TOPK_IDX = cases.routing("uniform", CASE)[0]
 WEIGHTS = cases.floats(np.float32, TOPK_IDX.shape)
 
 
-@pytest.fixture(scope="module", params=["native", "xla"])
-def group(request):
+@functools.lru_cache
+def make_group(kind):
     mesh = run.make_mesh((2, 4), ("data", "expert"))
-    with jax_ep.Group(mesh, "expert", num_experts=CASE.num_experts, num_topk=CASE.num_topk,
-                      max_tokens_per_rank=CASE.max_tokens_per_rank, max_row_bytes=64,
-                      backend=run.backend_name(request.param)) as group:
-        yield group
+    return jax_ep.Group(mesh, "expert", num_experts=CASE.num_experts, num_topk=CASE.num_topk,
+                        max_tokens_per_rank=CASE.max_tokens_per_rank, max_row_bytes=64,
+                        backend=run.backend_name(kind))
+
+
+@pytest.fixture
+def any_group(both_backends):
+    return make_group(both_backends)
+
+
+@pytest.fixture
+def group(backend):
+    return make_group(backend)
 
 
 def outputs(group, layout, x, topk_idx, topk_weights):
@@ -38,33 +49,34 @@ def outputs(group, layout, x, topk_idx, topk_weights):
 
 
 def trace(group, f, args, in_specs, out_specs):
-    """Raises what shard_map raises when an output varies over an axis not in its spec."""
-    jax.eval_shape(jax.shard_map(f, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs,
-                                 check_vma=True), *args)
+    """The result's shapes; shard_map raises when one varies over an axis not in its spec."""
+    return jax.eval_shape(jax.shard_map(f, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs,
+                                        check_vma=True), *args)
 
 
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_every_output_varies_over_the_expert_axis(layout, group):
+def test_every_output_varies_over_the_expert_axis(layout, any_group):
     """Also when all ranks have the same inputs: P() must be refused for each output."""
     args, specs = (X, TOPK_IDX, WEIGHTS), (P(), P(), P())
-    f = jax.shard_map(lambda *a: outputs(group, layout, *a), mesh=group.mesh, in_specs=specs,
-                      out_specs=P("expert"))
-    names = list(jax.eval_shape(f, *args))
+
+    def all_outputs(*args):
+        return outputs(any_group, layout, *args)
+
+    names = list(trace(any_group, all_outputs, args, specs, P("expert")))
     assert {"slots", "rows", "row_weights", "y"} <= set(names)
     for name in names:
         with pytest.raises(ValueError, match="out_specs"):
-            trace(group, lambda *a: outputs(group, layout, *a)[name], args, specs, P())
+            trace(any_group, lambda *args: all_outputs(*args)[name], args, specs, P())
 
 
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
-def test_data_invariant_inputs_stay_data_invariant(layout, group):
+def test_data_invariant_inputs_stay_data_invariant(layout, any_group):
     """On a (data, expert) mesh; P("expert") promises equality over data."""
-    tile = lambda a: np.tile(a, (4, 1))
-    trace(group, lambda *a: outputs(group, layout, *a), (tile(X), tile(TOPK_IDX), tile(WEIGHTS)),
-          P("expert"), P("expert"))
+    args = [np.tile(a, (4, 1)) for a in (X, TOPK_IDX, WEIGHTS)]
+    trace(any_group, lambda *a: outputs(any_group, layout, *a), args, P("expert"), P("expert"))
 
 
-def test_axes_of_the_arguments_are_joined(group):
+def test_axes_of_the_arguments_are_joined(any_group):
     """Rows vary over data where x does; the handle only where topk_idx does."""
     x = np.tile(X, (8, 1))
     topk_idx, weights = np.tile(TOPK_IDX, (4, 1)), np.tile(WEIGHTS, (4, 1))
@@ -72,17 +84,16 @@ def test_axes_of_the_arguments_are_joined(group):
 
     def f(names):
         def pick(*args):
-            out = outputs(group, "expert", *args)
+            out = outputs(any_group, "expert", *args)
             return [out[name] for name in names]
         return pick
 
-    trace(group, f(["slots", "num_rows", "row_weights"]), (x, topk_idx, weights), specs,
-          P("expert"))
-    trace(group, f(["rows", "y", "weighted"]), (x, topk_idx, weights), specs,
+    trace(any_group, f(["slots", "num_rows"]), (x, topk_idx, weights), specs, P("expert"))
+    trace(any_group, f(["rows", "y", "weighted"]), (x, topk_idx, weights), specs,
           P(("data", "expert")))
     for name in ("rows", "y", "weighted"):
         with pytest.raises(ValueError, match="out_specs"):
-            trace(group, f([name]), (x, topk_idx, weights), specs, P("expert"))
+            trace(any_group, f([name]), (x, topk_idx, weights), specs, P("expert"))
 
 
 def test_values_with_replicated_tokens(group):

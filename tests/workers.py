@@ -1,6 +1,7 @@
 """What the processes of test_multiprocess.py run; each asserts on its own part."""
 
 import functools
+import time
 
 import jax
 import jax_ep
@@ -56,7 +57,7 @@ def exchange():
         assert_local(row_weights, oracle.dispatch_weights(plan, weights))
         assert_local(slots, plan.slots)
         assert_local(y, oracle.combine(plan, expected))
-        grad = jax.jit(jax.grad(lambda x: f(x, *args[1:])[0].sum()))(args[0])
+        grad = jax.jit(jax.grad(lambda *args: f(*args)[0].sum()))(*args)
         assert_local(grad, oracle.combine(plan, np.ones_like(expected)))
 
 
@@ -75,7 +76,7 @@ def cpu_backend_wants_one_process():
 def disagree():
     """Both processes learn which setting differs, and the values."""
     case = Case(num_ranks=len(jax.devices()), num_topk=2 + jax.process_index())
-    with pytest.raises(ValueError, match="num_topk") as info:
+    with pytest.raises((ValueError, RuntimeError), match="num_topk") as info:
         make_group(case, backend="xla", timeout_s=20)
     assert "2" in str(info.value) and "3" in str(info.value), info.value
     # The next Group, on which they agree, works.
@@ -90,13 +91,7 @@ def one_process_makes_no_group():
         assert "1" in str(info.value), info.value
 
 
-def fail_in_one():
+def fail_or_hang():
     """For the test of the launcher itself."""
     assert jax.process_index() == 0, "wrong on purpose"
-
-
-def hang():
-    import time
-
-    print("about to hang", flush=True)
     time.sleep(1000)

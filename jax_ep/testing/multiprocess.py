@@ -1,6 +1,6 @@
 """Runs a function in N JAX processes on this machine's CPU, connected by jax.distributed.
 
-    multiprocess.launch("tests/workers.py:exchange", num_processes=2)
+    launch("tests/workers.py:exchange", num_processes=2)
 
 calls `exchange()` in each process after `jax.distributed.initialize`. The launcher has its own time
 limit, and an error names each process that failed, with the end of its output.
@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _TAIL_CHARS = 4000
 # A process whose peer has failed gets this long to end by itself, for the sake of its message.
-_GRACE_S = 15.0
+_GRACE_S = 5.0
 
 
 class ProcessesFailed(AssertionError):
@@ -30,8 +30,9 @@ class ProcessesFailed(AssertionError):
 
 def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
            timeout_s: float = 120.0, env: Mapping[str, str] | None = None) -> list[str]:
-    """Runs `target` ("path/to/file.py:function") in every process; returns their outputs by rank.
+    """Runs `target` in every process; returns the processes' outputs by rank.
 
+    `target` is "path/to/file.py:function", or several functions, "path/to/file.py:one,two".
     Raises ProcessesFailed unless all of them end with success within `timeout_s`.
     """
     address = f"127.0.0.1:{_free_port()}"
@@ -95,12 +96,12 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _load(target: str):
-    path, _, name = target.rpartition(":")
+def _load(target: str) -> list[Callable[[], None]]:
+    path, _, names = target.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    return [getattr(module, name) for name in names.split(",")]
 
 
 def _main(target: str, address: str, num_processes: str, rank: str) -> None:
@@ -108,7 +109,8 @@ def _main(target: str, address: str, num_processes: str, rank: str) -> None:
 
     jax.distributed.initialize(address, int(num_processes), int(rank))
     try:
-        _load(target)()
+        for function in _load(target):
+            function()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

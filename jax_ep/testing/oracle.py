@@ -244,9 +244,10 @@ def combine_bounds(plan: Plan, rows: np.ndarray,
                    row_weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The least and greatest weighted combine that a compiler may produce.
 
-    A compiler may fuse each multiply-add or round the product first. Both steps, and each rounding,
-    are monotone in the running sum, so carrying the lower and the upper end of an interval through
-    the tree bounds every mixture of the two choices exactly. Finite inputs without overflow only.
+    A compiler may fuse each multiply-add or round the product first; where two products meet, it
+    may fuse either one. All these steps, and each rounding, are monotone in the running sum, so
+    carrying the lower and the upper end of an interval through the tree bounds every mixture of the
+    choices exactly. Finite inputs only.
     """
     dtype, accumulator = rows.dtype, accumulator_dtype(rows.dtype)
     num_ranks, num_tokens, _ = plan.slots.shape
@@ -256,16 +257,27 @@ def combine_bounds(plan: Plan, rows: np.ndarray,
         for t in range(num_tokens):
             total = [np.zeros(shape[2:], accumulator)] * 2
             for dst in range(num_ranks):
-                partial = [np.zeros(shape[2:], accumulator)] * 2
-                for row in _rows_of_token(plan, src, t, dst):
-                    value = rows[(dst, *row)].astype(accumulator)
-                    weight = row_weights[(dst, *row)].astype(accumulator)
-                    steps = [(fma(weight, value, p), _add(weight * value, p)) for p in partial]
-                    partial = [np.minimum(*steps[0]), np.maximum(*steps[1])]
+                terms = [(row_weights[(dst, *row)].astype(accumulator),
+                          rows[(dst, *row)].astype(accumulator))
+                         for row in _rows_of_token(plan, src, t, dst)]
+                partial = _partial_bounds(terms, shape[2:], accumulator)
                 total = [_add(s, round_to(p, dtype).astype(accumulator))
                          for s, p in zip(total, partial)]
             lower[src, t], upper[src, t] = (round_to(s, dtype) for s in total)
     return lower, upper
+
+
+def _partial_bounds(terms: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...],
+                    accumulator: np.dtype) -> list[np.ndarray]:
+    """Both ends of the sum of weight * value over the terms in order."""
+    ends = [np.zeros(shape, accumulator)] * 2
+    for i, (weight, value) in enumerate(terms):
+        candidates = [step for end in ends
+                      for step in (fma(weight, value, end), _add(weight * value, end))]
+        if i == 1:
+            candidates.append(fma(*terms[0], weight * value))
+        ends = [np.minimum.reduce(candidates), np.maximum.reduce(candidates)]
+    return ends
 
 
 def _rows_of_token(plan: Plan, src: int, t: int, dst: int) -> list[tuple[int, ...]]:

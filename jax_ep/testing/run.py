@@ -41,7 +41,7 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
 
 @functools.lru_cache(maxsize=None)
 def make_group(num_ranks: int, num_experts: int, num_topk: int, max_tokens_per_rank: int,
-               kind: str, max_row_bytes: int = 1024) -> jax_ep.Group:
+               kind: str, max_row_bytes: int = 8192) -> jax_ep.Group:
     """A Group over one axis, shared by all tests that ask for the same."""
     return jax_ep.Group(
         make_mesh((num_ranks,), (AXIS,)), AXIS, num_experts=num_experts, num_topk=num_topk,
