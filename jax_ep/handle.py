@@ -44,6 +44,8 @@ class Handle:
       row_source: [capacity], or [E_local, C] if padded: where each row comes from, -1 for none.
         `(source_rank * max_tokens_per_rank + t) * K + k`; in layout rank without `* K + k`.
       row_topk_idx: [capacity, K] in layout rank, local expert ids, -1 elsewhere; else None.
+      recv_slots: [R, max_tokens_per_rank, K], the slot of every rank's pair whose expert is on this
+        rank; -1 for all others. The receiver's side of `slots`.
       group_sizes: [E_local], rows of each local expert: aligned and clipped at capacity in layout
         expert, at most C in layout padded, kept pairs in layout rank.
       expert_counts: [E_local], pairs routed to each local expert, before dropping.
@@ -56,6 +58,7 @@ class Handle:
     slots: jax.Array
     row_source: jax.Array
     row_topk_idx: jax.Array | None
+    recv_slots: jax.Array
     group_sizes: jax.Array
     expert_counts: jax.Array
     num_rows: jax.Array

@@ -13,7 +13,8 @@ from jax_ep.handle import HandleSpec
 
 
 def prepare(topk_idx: jax.Array, *, spec: HandleSpec) -> list[jax.Array]:
-    """slots, row_source, row_topk_idx, group_sizes, expert_counts, num_rows, num_dropped."""
+    """slots, row_source, row_topk_idx, recv_slots, group_sizes, expert_counts, num_rows,
+    num_dropped."""
     group = spec.group
     num_ranks, num_experts, num_topk = group.num_ranks, group.num_experts, group.num_topk
     num_local_experts = group.num_local_experts
@@ -79,10 +80,13 @@ def prepare(topk_idx: jax.Array, *, spec: HandleSpec) -> list[jax.Array]:
     num_dropped = (routed & ~kept & (target_rank == me)).sum(dtype=jnp.int32)
 
     slots = jnp.where(kept, slot, -1).reshape((num_ranks,) + topk_idx.shape)
+    recv_slots = jnp.where(mine, slot, -1).reshape(slots.shape)
+    unused = group.max_tokens_per_rank - num_tokens
     results = [
         slots[me],
         row_source.reshape(spec.row_dims),
         row_topk_idx,
+        jnp.pad(recv_slots, ((0, 0), (0, unused), (0, 0)), constant_values=-1),
         sizes[me],
         counts[me],
         num_rows[me],
@@ -91,9 +95,9 @@ def prepare(topk_idx: jax.Array, *, spec: HandleSpec) -> list[jax.Array]:
     return [_vary_like(x.astype(jnp.int32), topk_idx) for x in results]
 
 
-def dispatch(topk_idx, slots, row_source, row_topk_idx, *leaves, spec, has_weights):
+def dispatch(topk_idx, slots, row_source, row_topk_idx, recv_slots, *leaves, spec, has_weights):
     """Gathers all tokens of all ranks, then takes the rows."""
-    del slots
+    del slots, recv_slots
     group = spec.group
     num_tokens = topk_idx.shape[0]
     code = row_source.reshape(-1)
@@ -123,18 +127,16 @@ def dispatch(topk_idx, slots, row_source, row_topk_idx, *leaves, spec, has_weigh
     return rows
 
 
-def combine(topk_idx, slots, row_source, row_topk_idx, *operands, spec, values):
+def combine(topk_idx, slots, row_source, row_topk_idx, recv_slots, *operands, spec, values):
     """Every rank sums its rows for every token of every rank; the tokens' ranks sum the rest."""
-    del row_source, row_topk_idx
+    del slots, row_source, row_topk_idx
     group = spec.group
     num_tokens, num_topk = topk_idx.shape
-    me = lax.axis_index(group.axis_names)
     leaves = list(operands)
     pair_values = leaves.pop() if values != "none" else None
 
-    slot = lax.all_gather(slots, group.axis_names, tiled=True)  # [R * T, K]
-    experts = lax.all_gather(topk_idx, group.axis_names, tiled=True)
-    mine = (slot >= 0) & (experts // group.num_local_experts == me)
+    slot = recv_slots[:, :num_tokens].reshape(-1, num_topk)  # of every rank's tokens
+    mine = slot >= 0
     enters = mine
     if spec.layout == "rank":  # the pairs of a token here share a row, which enters once
         enters = mine & (jnp.cumsum(mine, axis=1) == 1)

@@ -32,7 +32,7 @@ enum class Values : int32_t {
 
 ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads, int64_t group,
                     int32_t layout, int64_t capacity, int64_t expert_alignment, I32 position,
-                    I32 topk_idx, I32 slots, I32 /*row_source*/, I32 /*row_topk_idx*/,
+                    I32 topk_idx, I32 slots, I32 /*row_source*/, I32 /*row_topk_idx*/, I32 /*recv_slots*/,
                     int32_t values_role, ffi::RemainingArgs operands,
                     ffi::RemainingRets results) {
   const Call call{"combine", group, layout,   capacity, expert_alignment,
@@ -85,6 +85,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuCombine, &jax_ep::ffi_cpu::Combine,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // slots
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_source
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_topk_idx
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // recv_slots
                                   .Attr<int32_t>("values")
                                   .RemainingArgs()
                                   .RemainingRets());

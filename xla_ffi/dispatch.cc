@@ -12,7 +12,7 @@ using I32 = ffi::Buffer<ffi::S32>;
 ffi::Future Dispatch(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads,
                      int64_t group, int32_t layout, int64_t capacity, int64_t expert_alignment,
                      I32 position, I32 topk_idx, I32 /*slots*/, I32 row_source, I32 row_topk_idx,
-                     bool has_weights, ffi::RemainingArgs leaves, ffi::RemainingRets rows) {
+                     I32 /*recv_slots*/, bool has_weights, ffi::RemainingArgs leaves, ffi::RemainingRets rows) {
   const Call call{"dispatch", group, layout,   capacity, expert_alignment,
                   position,   run_id, instance, &threads};
   cpu::DispatchArgs args;
@@ -49,6 +49,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuDispatch, &jax_ep::ffi_cpu::Dispatch,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // slots
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_source
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_topk_idx
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // recv_slots
                                   .Attr<bool>("has_weights")
                                   .RemainingArgs()
                                   .RemainingRets());

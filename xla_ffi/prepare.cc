@@ -11,8 +11,9 @@ ffi::Future Prepare(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
                     int64_t group, int32_t layout, int64_t capacity, int64_t expert_alignment,
                     I32 position, I32 topk_idx, ffi::Result<I32> slots,
                     ffi::Result<I32> row_source, ffi::Result<I32> row_topk_idx,
-                    ffi::Result<I32> group_sizes, ffi::Result<I32> expert_counts,
-                    ffi::Result<I32> num_rows, ffi::Result<I32> num_dropped) {
+                    ffi::Result<I32> recv_slots, ffi::Result<I32> group_sizes,
+                    ffi::Result<I32> expert_counts, ffi::Result<I32> num_rows,
+                    ffi::Result<I32> num_dropped) {
   const Call call{"prepare", group, layout,   capacity, expert_alignment,
                   position,  run_id, instance, &threads};
   cpu::PrepareArgs args;
@@ -21,6 +22,7 @@ ffi::Future Prepare(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
   args.slots = slots->typed_data();
   args.row_source = row_source->typed_data();
   args.row_topk_idx = row_topk_idx->typed_data();
+  args.recv_slots = recv_slots->typed_data();
   args.group_sizes = group_sizes->typed_data();
   args.expert_counts = expert_counts->typed_data();
   args.num_rows = num_rows->typed_data();
@@ -42,6 +44,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuPrepare, &jax_ep::ffi_cpu::Prepare,
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // slots
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // row_source
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // row_topk_idx
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // recv_slots
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // group_sizes
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // expert_counts
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // num_rows

@@ -26,6 +26,12 @@ Status CountPairs(const Shape& shape, const std::vector<PrepareArgs>& ranks,
   return Status();
 }
 
+// The receiver's entry for a pair: recv_slots[source rank, token, k].
+int32_t& RecvSlot(const Shape& shape, const PrepareArgs& target, const Source& source) {
+  const int64_t token = int64_t{source.rank} * shape.max_tokens_per_rank + source.token;
+  return target.recv_slots[token * shape.num_topk + source.k];
+}
+
 // Layouts expert and padded: every pair gets the next position of its expert.
 void PlacePairs(const Shape& shape, const std::vector<PrepareArgs>& ranks,
                 const std::vector<int64_t>& offsets) {
@@ -46,6 +52,7 @@ void PlacePairs(const Shape& shape, const std::vector<PrepareArgs>& ranks,
           ++*target.num_dropped;
         } else {
           target.row_source[slot] = EncodeSource(shape, {rank, token, k});
+          RecvSlot(shape, target, {rank, token, k}) = slot;
         }
       }
     }
@@ -78,6 +85,7 @@ void PlaceTokens(const Shape& shape, const std::vector<PrepareArgs>& ranks) {
         args.slots[pair] = static_cast<int32_t>(row);
         target.row_source[row] = EncodeSource(shape, {rank, token, 0});
         target.row_topk_idx[row * shape.num_topk + k] = local_expert;
+        RecvSlot(shape, target, {rank, token, k}) = args.slots[pair];
         ++target.group_sizes[local_expert];
       }
     }
@@ -98,6 +106,8 @@ Status Prepare(const Shape& shape, const std::vector<PrepareArgs>& ranks) {
   for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
     const PrepareArgs& args = ranks[rank];
     std::fill_n(args.row_source, shape.num_rows(), -1);
+    std::fill_n(args.recv_slots,
+                int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk, kNoSlot);
     *args.num_rows = 0;
     *args.num_dropped = 0;
     int64_t offset = 0;

@@ -14,15 +14,15 @@ from jax_ep.group import Group
 from jax_ep.handle import Handle, HandleSpec
 
 # The handle's arrays that are operands of dispatch and combine, in this order, before the payload.
-NUM_ROUTING = 4
+NUM_ROUTING = 5
 
 
 def routing_operands(handle: Handle) -> tuple[jax.Array, ...]:
-    """topk_idx, slots, row_source, row_topk_idx; the last is empty except in layout rank."""
+    """topk_idx, slots, row_source, row_topk_idx (empty except in layout rank), recv_slots."""
     row_topk_idx = handle.row_topk_idx
     if row_topk_idx is None:
         row_topk_idx = np.zeros((0, handle.group.num_topk), np.int32)
-    return handle.topk_idx, handle.slots, handle.row_source, row_topk_idx
+    return handle.topk_idx, handle.slots, handle.row_source, row_topk_idx, handle.recv_slots
 
 
 def vary(spec: HandleSpec, operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -78,21 +78,22 @@ def prepare(
         raise ValueError(f"capacity={capacity} gives {spec.value_dims} rows, 2**31 or more")
 
     (topk_idx,) = common.vary(spec, [topk_idx.astype(jnp.int32)])
-    slots, row_source, row_topk_idx, *counts = prepare_p.bind(topk_idx, spec=spec)
+    slots, row_source, row_topk_idx, *others = prepare_p.bind(topk_idx, spec=spec)
     return Handle(
-        topk_idx, slots, row_source, row_topk_idx if layout == "rank" else None, *counts, spec=spec
+        topk_idx, slots, row_source, row_topk_idx if layout == "rank" else None, *others, spec=spec
     )
 
 
 @prepare_p.def_abstract_eval
 def _abstract_eval(topk_idx, *, spec):
-    num_local_experts = spec.group.num_local_experts
+    group = spec.group
     shapes = (
         topk_idx.shape,  # slots
         spec.row_dims,  # row_source
-        spec.value_dims if spec.layout == "rank" else (0, spec.group.num_topk),  # row_topk_idx
-        (num_local_experts,),  # group_sizes
-        (num_local_experts,),  # expert_counts
+        spec.value_dims if spec.layout == "rank" else (0, group.num_topk),  # row_topk_idx
+        (group.num_ranks, group.max_tokens_per_rank, group.num_topk),  # recv_slots
+        (group.num_local_experts,),  # group_sizes
+        (group.num_local_experts,),  # expert_counts
         (),  # num_rows
         (),  # num_dropped
     )
