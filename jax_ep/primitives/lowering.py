@@ -55,7 +55,7 @@ _ATTRIBUTE_VALUES = {"none": np.int32(0), "weights": np.int32(1), "returned": np
 
 
 def _attributes(spec: HandleSpec) -> dict:
-    """The FFI attributes that all operations have. xla_ffi/meet.h reads them."""
+    """The FFI attributes that all operations have. xla_ffi/cpu/meet.h reads them."""
     return {
         "group": np.int64(spec.group.id),
         "layout": np.int32(LAYOUTS.index(spec.layout)),

@@ -1,7 +1,7 @@
 #include "csrc/cpu/prepare.h"
 
-#include "xla_ffi/handlers.h"
-#include "xla_ffi/meet.h"
+#include "xla_ffi/cpu/handlers.h"
+#include "xla_ffi/cpu/meet.h"
 
 namespace jax_ep::ffi_cpu {
 

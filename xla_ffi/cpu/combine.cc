@@ -2,8 +2,8 @@
 
 #include <optional>
 
-#include "xla_ffi/handlers.h"
-#include "xla_ffi/meet.h"
+#include "xla_ffi/cpu/handlers.h"
+#include "xla_ffi/cpu/meet.h"
 
 namespace jax_ep::ffi_cpu {
 

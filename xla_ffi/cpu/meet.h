@@ -1,5 +1,5 @@
-#ifndef JAX_EP_XLA_FFI_MEET_H_
-#define JAX_EP_XLA_FFI_MEET_H_
+#ifndef JAX_EP_XLA_FFI_CPU_MEET_H_
+#define JAX_EP_XLA_FFI_CPU_MEET_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -175,4 +175,4 @@ inline int64_t RowElements(const ffi::AnyBuffer& buffer, size_t leading) {
 
 }  // namespace jax_ep::ffi_cpu
 
-#endif  // JAX_EP_XLA_FFI_MEET_H_
+#endif  // JAX_EP_XLA_FFI_CPU_MEET_H_

@@ -3,8 +3,8 @@
 #include <nanobind/stl/string.h>
 
 #include "csrc/cpu/group.h"
-#include "xla_ffi/handlers.h"
-#include "xla_ffi/meet.h"
+#include "xla_ffi/cpu/handlers.h"
+#include "xla_ffi/cpu/meet.h"
 
 namespace nb = nanobind;
 
