@@ -1,4 +1,5 @@
 // Compiled, never run: what the kernels take from core must compile as device code.
+#include "csrc/core/dtype.h"
 #include "csrc/core/macros.h"
 #include "csrc/core/shape.h"
 #include "csrc/core/slots.h"

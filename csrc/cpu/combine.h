@@ -7,7 +7,7 @@
 
 #include "csrc/core/shape.h"
 #include "csrc/core/status.h"
-#include "csrc/cpu/dtype.h"
+#include "csrc/core/dtype.h"
 
 namespace jax_ep::cpu {
 

@@ -9,14 +9,14 @@ namespace jax_ep::ffi_cpu {
 
 using I32 = ffi::Buffer<ffi::S32>;
 
-std::optional<cpu::DType> ToDType(ffi::DataType dtype) {
+std::optional<DType> ToDType(ffi::DataType dtype) {
   switch (dtype) {
-    case ffi::F32: return cpu::DType::kF32;
-    case ffi::F64: return cpu::DType::kF64;
-    case ffi::BF16: return cpu::DType::kBF16;
-    case ffi::F16: return cpu::DType::kF16;
-    case ffi::F8E4M3FN: return cpu::DType::kF8E4M3FN;
-    case ffi::F8E5M2: return cpu::DType::kF8E5M2;
+    case ffi::F32: return DType::kF32;
+    case ffi::F64: return DType::kF64;
+    case ffi::BF16: return DType::kBF16;
+    case ffi::F16: return DType::kF16;
+    case ffi::F8E4M3FN: return DType::kF8E4M3FN;
+    case ffi::F8E5M2: return DType::kF8E5M2;
     default: return std::nullopt;
   }
 }
@@ -59,7 +59,7 @@ ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
     const auto* data = static_cast<const std::byte*>(values->untyped_data());
     if (role == Values::kWeights) {
       const auto dtype = ToDType(values->element_type());
-      if (dtype != cpu::DType::kF32 && dtype != cpu::DType::kF64) {
+      if (dtype != DType::kF32 && dtype != DType::kF64) {
         return Failed("jax_ep combine: row weights are neither float32 nor float64");
       }
       args.row_weights = data;

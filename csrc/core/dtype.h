@@ -1,18 +1,26 @@
-#ifndef JAX_EP_CSRC_CPU_DTYPE_H_
-#define JAX_EP_CSRC_CPU_DTYPE_H_
+#ifndef JAX_EP_CSRC_CORE_DTYPE_H_
+#define JAX_EP_CSRC_CORE_DTYPE_H_
 
 #include <cstdint>
 #include <cstring>
 
+#ifdef __CUDACC__
+#include <cuda_fp16.h>
+#endif
+
 // Row dtypes that combine can sum: conversion to the accumulator and back,
 // rounded to nearest even as XLA's and numpy's casts are.
-namespace jax_ep::cpu {
+namespace jax_ep {
 
 enum class DType : int32_t { kF32, kF64, kBF16, kF16, kF8E4M3FN, kF8E5M2 };
 
 // Inlined everywhere, so that a function compiled for a wider instruction set
-// gets a version of its own (see combine.cc).
+// gets a version of its own (see csrc/cpu/combine.cc).
+#ifdef __CUDACC__
+#define JAX_EP_ALWAYS_INLINE __host__ __device__ __forceinline__
+#else
 #define JAX_EP_ALWAYS_INLINE inline __attribute__((always_inline))
+#endif
 
 template <typename To, typename From>
 JAX_EP_ALWAYS_INLINE To BitCast(const From& from) {
@@ -53,10 +61,17 @@ struct BF16 {
 struct F16 {
   using Storage = uint16_t;
   using Acc = float;
+#ifdef __CUDACC__
+  static JAX_EP_ALWAYS_INLINE Acc Load(Storage x) { return __half2float(BitCast<__half>(x)); }
+  static JAX_EP_ALWAYS_INLINE Storage Round(Acc x) {
+    return BitCast<uint16_t>(__float2half_rn(x));
+  }
+#else
   static JAX_EP_ALWAYS_INLINE Acc Load(Storage x) { return BitCast<_Float16>(x); }
   static JAX_EP_ALWAYS_INLINE Storage Round(Acc x) {
     return BitCast<uint16_t>(static_cast<_Float16>(x));
   }
+#endif
 };
 
 // An 8-bit float with `kMantissa` bits after the sign and exponent. IEEE-like
@@ -109,6 +124,6 @@ struct F8 {
 using F8E4M3FN = F8<4, 3, true>;
 using F8E5M2 = F8<5, 2, false>;
 
-}  // namespace jax_ep::cpu
+}  // namespace jax_ep
 
-#endif  // JAX_EP_CSRC_CPU_DTYPE_H_
+#endif  // JAX_EP_CSRC_CORE_DTYPE_H_

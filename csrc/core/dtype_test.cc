@@ -1,4 +1,4 @@
-#include "csrc/cpu/dtype.h"
+#include "csrc/core/dtype.h"
 
 #include <cmath>
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 #include "csrc/testing/check.h"
 
-namespace jax_ep::cpu {
+namespace jax_ep {
 namespace {
 
 // The nearest of all 8-bit numbers, ties to the even code; beyond the largest
@@ -75,10 +75,10 @@ void BF16RoundsToNearestEven() {
 }
 
 }  // namespace
-}  // namespace jax_ep::cpu
+}  // namespace jax_ep
 
 int main() {
-  jax_ep::cpu::F8E4M3FNHasNoInfinity();
-  jax_ep::cpu::F8E5M2HasInfinity();
-  jax_ep::cpu::BF16RoundsToNearestEven();
+  jax_ep::F8E4M3FNHasNoInfinity();
+  jax_ep::F8E5M2HasInfinity();
+  jax_ep::BF16RoundsToNearestEven();
 }

@@ -1,0 +1,87 @@
+#ifndef JAX_EP_CSRC_CUDA_KERNELS_H_
+#define JAX_EP_CSRC_CUDA_KERNELS_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "csrc/core/dtype.h"
+#include "csrc/core/shape.h"
+#include "csrc/core/status.h"
+#include "csrc/cuda/workspace.h"
+
+// The host side of every kernel: one struct of arguments, one launch.
+namespace jax_ep::cuda {
+
+inline constexpr int32_t kMaxLeaves = WorkspaceLayout::kMaxLeaves;
+
+// What every operation needs.
+struct Common {
+  Workspace workspace;
+  Shape shape;
+  int32_t num_tokens = 0;             // of this rank
+  const int32_t* position = nullptr;  // [2], from the program
+};
+
+struct PrepareArgs {
+  Common common;
+  const int32_t* topk_idx = nullptr;  // [T, K]
+  int32_t* slots = nullptr;           // [T, K]
+  int32_t* row_source = nullptr;      // [rows]
+  int32_t* row_topk_idx = nullptr;    // [rows, K] in layout rank, else empty
+  int32_t* recv_slots = nullptr;      // [R, max_tokens_per_rank, K]
+  int32_t* group_sizes = nullptr;     // [E_local]
+  int32_t* expert_counts = nullptr;   // [E_local]
+  int32_t* num_rows = nullptr;        // []
+  int32_t* num_dropped = nullptr;     // []
+};
+
+// One leaf: what combine and dispatch move, between tokens [T, row_bytes] and rows.
+struct Leaf {
+  std::byte* tokens = nullptr;
+  std::byte* rows = nullptr;
+  int64_t row_bytes = 0;
+  int64_t staging_offset = 0;  // in a staged row
+  DType dtype = DType::kF32;  // combine only
+};
+
+// One value a pair: [T, K] of tokens, [rows] ([rows, K] in layout rank) of rows; or nothing.
+struct PairValues {
+  std::byte* tokens = nullptr;
+  std::byte* rows = nullptr;
+  int32_t bytes = 0;
+  int64_t staging_offset = 0;
+};
+
+struct MoveArgs {
+  Common common;
+  const int32_t* topk_idx = nullptr;      // [T, K]
+  const int32_t* slots = nullptr;         // [T, K]
+  const int32_t* row_source = nullptr;    // [rows]
+  const int32_t* row_topk_idx = nullptr;  // [rows, K] in layout rank
+  const int32_t* recv_slots = nullptr;    // [R, max_tokens_per_rank, K]
+  Leaf leaves[kMaxLeaves];
+  int32_t num_leaves = 0;
+  int64_t staging_row_bytes = 0;          // of this payload, a multiple of 16
+  PairValues values;
+  // combine only: weights by which rows enter their sums, [rows]; or null.
+  const std::byte* row_weights = nullptr;
+  DType weight_dtype = DType::kF32;
+};
+
+Status Prepare(cudaStream_t stream, const PrepareArgs& args);
+Status Dispatch(cudaStream_t stream, const MoveArgs& args);
+Status Combine(cudaStream_t stream, const MoveArgs& args);
+
+// Loads every kernel on the current device, so that none is loaded while a peer spins on it.
+Status LoadKernels();
+Status LoadPrepare();
+Status LoadDispatch();
+Status LoadCombine();
+
+// Success, or the text of a CUDA error.
+Status CheckCuda(cudaError_t error, const char* what);
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_CSRC_CUDA_KERNELS_H_

@@ -1,0 +1,67 @@
+#ifndef JAX_EP_CSRC_CUDA_PTX_MEMORY_CUH_
+#define JAX_EP_CSRC_CUDA_PTX_MEMORY_CUH_
+
+#include <cstdint>
+
+// Memory ordering and timing that CUDA C++ has no short words for. All inline PTX is in this folder.
+namespace jax_ep::cuda::ptx {
+
+// Publishes everything that happened before, to all GPUs and the host.
+__device__ __forceinline__ void StoreReleaseSys(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t LoadAcquireSys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t LoadAcquireGpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t AddAcqRelGpu(uint32_t* address, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(value)
+               : "memory");
+  return old;
+}
+
+__device__ __forceinline__ void FenceSys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Nanoseconds of a clock that all SMs of a device share.
+__device__ __forceinline__ uint64_t GlobalTimer() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// A barrier among `threads` threads of a block, which all pass the same id (1 to 15).
+__device__ __forceinline__ void NamedBarrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Row data is used once: keep it out of L1.
+__device__ __forceinline__ uint4 LoadStreaming(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void StoreStreaming(uint4* address, const uint4& v) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+}  // namespace jax_ep::cuda::ptx
+
+#endif  // JAX_EP_CSRC_CUDA_PTX_MEMORY_CUH_

@@ -1,0 +1,103 @@
+#ifndef JAX_EP_CSRC_CUDA_WORKSPACE_H_
+#define JAX_EP_CSRC_CUDA_WORKSPACE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/core/macros.h"
+
+// The symmetric workspace of a group: what lies where in it, and the view of it that kernels get.
+// docs/protocol.md says who writes what and who waits for what.
+namespace jax_ep::cuda {
+
+inline constexpr int32_t kMaxRanks = 72;    // an NVLink domain of a GB200 rack
+inline constexpr int32_t kMaxBlocks = 256;  // of a grid; more than any GPU has SMs
+
+enum class Op : int32_t { kPrepare = 1, kDispatch = 2, kCombine = 3 };
+
+// What a kernel was doing when it gave up.
+enum class Phase : int32_t {
+  kEnter = 1,    // waiting for a peer to leave the operation before
+  kReady = 2,    // waiting for a peer's data
+  kBarrier = 3,  // waiting for the other blocks of its own grid
+  kMismatch = 4, // a peer runs another operation
+  kPosition = 5, // the program's mesh is not the group's
+  kInput = 6,    // a topk_idx outside [-1, E)
+};
+
+// What a kernel writes in pinned host memory when a deadline passes. The first one stays. Records
+// outlive their group (error_records.h), so that a program replayed after it finds `group` changed.
+struct alignas(64) ErrorRecord {
+  int64_t group = 0;  // the id of the group that owns it; 0 or another's once that is closed
+  int32_t set = 0;    // written last
+  int32_t op = 0;
+  int32_t phase = 0;
+  int32_t rank = 0;
+  int32_t peer = 0;
+  uint64_t expected = 0;
+  uint64_t seen = 0;
+};
+
+// The start of every rank's workspace. Zero when the group is created.
+struct Control {
+  // Written by this rank's own kernels only.
+  uint32_t epoch;         // operations that this rank has ended
+  uint32_t blocks_ended;  // of the operation in flight
+  uint32_t barrier;       // arrivals at grid barriers, ever
+  uint32_t failed;        // a deadline has passed, or an input was wrong
+  // Written by the peers: signal words (signal.cuh) by [peer][block] and by [peer], and the tokens
+  // that the peer has in the handle being made.
+  uint64_t ready[kMaxRanks][kMaxBlocks];
+  uint64_t done[kMaxRanks];
+  int32_t num_tokens[kMaxRanks];
+};
+
+// Sizes that all ranks agree on, and what follows from them.
+struct WorkspaceLayout {
+  int32_t num_ranks = 0;
+  int32_t num_experts = 0;
+  int32_t num_topk = 0;
+  int32_t max_tokens_per_rank = 0;
+  int64_t max_row_bytes = 0;
+
+  static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+  // Everyone's topk_idx, int32 [R, max_tokens_per_rank, K].
+  JAX_EP_HOST_DEVICE int64_t topk_offset() const { return RoundUp(sizeof(Control)); }
+  JAX_EP_HOST_DEVICE int64_t topk_bytes() const {
+    return RoundUp(int64_t{4} * num_ranks * max_tokens_per_rank * num_topk);
+  }
+  // Per-block counts of prepare, int32 [kMaxBlocks, E].
+  JAX_EP_HOST_DEVICE int64_t counts_offset() const { return topk_offset() + topk_bytes(); }
+  JAX_EP_HOST_DEVICE int64_t counts_bytes() const {
+    return RoundUp(int64_t{4} * kMaxBlocks * num_experts);
+  }
+  // Rows under way: a rank's own tokens in dispatch, [T]; every other rank's partial sums in
+  // combine, [R, T]. Each row is followed by the K values of its pairs.
+  JAX_EP_HOST_DEVICE int64_t staging_offset() const { return counts_offset() + counts_bytes(); }
+  JAX_EP_HOST_DEVICE int64_t staging_row_bytes() const {
+    // Every leaf of a row may be padded to 16 bytes; 8 bytes a pair value.
+    return (max_row_bytes + 15) / 16 * 16 + 16 * kMaxLeaves + (8 * num_topk + 15) / 16 * 16;
+  }
+  JAX_EP_HOST_DEVICE int64_t staging_bytes() const {
+    return RoundUp(staging_row_bytes() * num_ranks * max_tokens_per_rank);
+  }
+  JAX_EP_HOST_DEVICE int64_t total_bytes() const { return staging_offset() + staging_bytes(); }
+
+  static constexpr int32_t kMaxLeaves = 8;
+};
+
+// A rank's view, passed to kernels by value.
+struct Workspace {
+  WorkspaceLayout layout;
+  int64_t group = 0;  // id
+  int32_t rank = 0;
+  int32_t num_sms = 0;          // blocks of the kernels that move rows
+  uint64_t timeout_ns = 0;
+  ErrorRecord* error = nullptr;  // pinned host memory, as the device sees it
+  std::byte* base[kMaxRanks] = {};  // every rank's workspace, its own included
+};
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_CSRC_CUDA_WORKSPACE_H_
