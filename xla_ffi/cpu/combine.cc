@@ -1,35 +1,13 @@
 #include "csrc/cpu/combine.h"
 
-#include <optional>
-
 #include "xla_ffi/cpu/handlers.h"
 #include "xla_ffi/cpu/meet.h"
 
 namespace jax_ep::ffi_cpu {
 
-using I32 = ffi::Buffer<ffi::S32>;
-
-std::optional<DType> ToDType(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::F32: return DType::kF32;
-    case ffi::F64: return DType::kF64;
-    case ffi::BF16: return DType::kBF16;
-    case ffi::F16: return DType::kF16;
-    case ffi::F8E4M3FN: return DType::kF8E4M3FN;
-    case ffi::F8E5M2: return DType::kF8E5M2;
-    default: return std::nullopt;
-  }
-}
-
 // Operands: the routing, the rows of each leaf and, unless `values` is kNone,
 // one value a pair. Results: the leaves [T, ...] and, with kReturned, the
 // pairs' values [T, K].
-enum class Values : int32_t {
-  kNone = 0,
-  kWeights = 1,   // row weights, by which the rows enter their sums
-  kReturned = 2,  // moved back to their pairs
-};
-
 ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads, int64_t group,
                     int32_t layout, int64_t capacity, int64_t expert_alignment, I32 position,
                     I32 topk_idx, I32 slots, I32 /*row_source*/, I32 /*row_topk_idx*/, I32 /*recv_slots*/,
@@ -51,7 +29,7 @@ ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
     const auto dtype = ToDType(from->element_type());
     if (!dtype) return Failed("jax_ep combine: rows of a dtype that it does not sum");
     args.leaves.push_back({*dtype, static_cast<const std::byte*>(from->untyped_data()),
-                           static_cast<std::byte*>((*to)->untyped_data()), RowElements(**to, 1)});
+                           static_cast<std::byte*>((*to)->untyped_data()), RowElements(**to)});
     work.bytes += static_cast<int64_t>((*to)->size_bytes()) * topk_idx.dimensions()[1];
   }
   if (role != Values::kNone) {
@@ -81,11 +59,11 @@ ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuCombine, &jax_ep::ffi_cpu::Combine,
                               jax_ep::ffi_cpu::BindCall()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // topk_idx
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // slots
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_source
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_topk_idx
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // recv_slots
+                                  .Arg<jax_ep::I32>()  // topk_idx
+                                  .Arg<jax_ep::I32>()  // slots
+                                  .Arg<jax_ep::I32>()  // row_source
+                                  .Arg<jax_ep::I32>()  // row_topk_idx
+                                  .Arg<jax_ep::I32>()  // recv_slots
                                   .Attr<int32_t>("values")
                                   .RemainingArgs()
                                   .RemainingRets());

@@ -5,8 +5,6 @@
 
 namespace jax_ep::ffi_cpu {
 
-using I32 = ffi::Buffer<ffi::S32>;
-
 // Operands: the routing, the leaves [T, ...] and, with `has_weights`, the
 // top-k weights [T, K]. Results: the rows of each leaf, and the row weights.
 ffi::Future Dispatch(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads,
@@ -32,7 +30,7 @@ ffi::Future Dispatch(Instance* instance, ffi::RunId run_id, ffi::ThreadPool thre
       args.row_values = to_data;
       args.value_bytes = element_bytes;
     } else {
-      args.leaves.push_back({from_data, to_data, RowElements(*from, 1) * element_bytes});
+      args.leaves.push_back({from_data, to_data, RowElements(*from) * element_bytes});
     }
     work.bytes += static_cast<int64_t>((*to)->size_bytes());
   }
@@ -45,11 +43,11 @@ ffi::Future Dispatch(Instance* instance, ffi::RunId run_id, ffi::ThreadPool thre
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuDispatch, &jax_ep::ffi_cpu::Dispatch,
                               jax_ep::ffi_cpu::BindCall()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // topk_idx
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // slots
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_source
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // row_topk_idx
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // recv_slots
+                                  .Arg<jax_ep::I32>()  // topk_idx
+                                  .Arg<jax_ep::I32>()  // slots
+                                  .Arg<jax_ep::I32>()  // row_source
+                                  .Arg<jax_ep::I32>()  // row_topk_idx
+                                  .Arg<jax_ep::I32>()  // recv_slots
                                   .Attr<bool>("has_weights")
                                   .RemainingArgs()
                                   .RemainingRets());

@@ -17,6 +17,7 @@
 #include "csrc/cpu/rendezvous.h"
 #include "csrc/cpu/threads.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/decode.h"
 
 // What the CPU handlers share: how the ranks of an operation come together.
 namespace jax_ep::ffi_cpu {
@@ -37,7 +38,7 @@ struct Call {
   int32_t layout;
   int64_t capacity;
   int64_t expert_alignment;
-  ffi::Buffer<ffi::S32> position;  // [2]: which of the mesh's EP groups, which rank of it
+  I32 position;  // [2]: which of the mesh's EP groups, which rank of it
   ffi::RunId run_id;
   Instance* instance;
   ffi::ThreadPool* threads;
@@ -53,7 +54,7 @@ inline auto BindCall() {
       .Attr<int32_t>("layout")
       .Attr<int64_t>("capacity")
       .Attr<int64_t>("expert_alignment")
-      .Arg<ffi::Buffer<ffi::S32>>();  // position
+      .Arg<I32>();  // position
 }
 
 inline ffi::Future Failed(std::string message) {
@@ -163,14 +164,6 @@ ffi::Future Meet(const Call& call, Args args, Work<Args> work) {
   for (const auto& each : all) ranks.push_back(std::move(*std::static_pointer_cast<Args>(each)));
   RunAll(call, *group, shape, std::move(ranks), std::move(work), std::move(done));
   return future;
-}
-
-// Elements of a row of `buffer`, whose first `leading` dimensions count rows.
-inline int64_t RowElements(const ffi::AnyBuffer& buffer, size_t leading) {
-  const auto dimensions = buffer.dimensions();
-  int64_t elements = 1;
-  for (size_t i = leading; i < dimensions.size(); ++i) elements *= dimensions[i];
-  return elements;
 }
 
 }  // namespace jax_ep::ffi_cpu

@@ -5,8 +5,6 @@
 
 namespace jax_ep::ffi_cpu {
 
-using I32 = ffi::Buffer<ffi::S32>;
-
 ffi::Future Prepare(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads,
                     int64_t group, int32_t layout, int64_t capacity, int64_t expert_alignment,
                     I32 position, I32 topk_idx, ffi::Result<I32> slots,
@@ -40,12 +38,12 @@ ffi::Future Prepare(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuPrepare, &jax_ep::ffi_cpu::Prepare,
                               jax_ep::ffi_cpu::BindCall()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()    // topk_idx
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // slots
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // row_source
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // row_topk_idx
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // recv_slots
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // group_sizes
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // expert_counts
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()    // num_rows
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>());  // num_dropped
+                                  .Arg<jax_ep::I32>()    // topk_idx
+                                  .Ret<jax_ep::I32>()    // slots
+                                  .Ret<jax_ep::I32>()    // row_source
+                                  .Ret<jax_ep::I32>()    // row_topk_idx
+                                  .Ret<jax_ep::I32>()    // recv_slots
+                                  .Ret<jax_ep::I32>()    // group_sizes
+                                  .Ret<jax_ep::I32>()    // expert_counts
+                                  .Ret<jax_ep::I32>()    // num_rows
+                                  .Ret<jax_ep::I32>());  // num_dropped

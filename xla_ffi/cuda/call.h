@@ -1,0 +1,99 @@
+#ifndef JAX_EP_XLA_FFI_CUDA_CALL_H_
+#define JAX_EP_XLA_FFI_CUDA_CALL_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "csrc/core/status.h"
+#include "csrc/cuda/group.h"
+#include "csrc/cuda/kernels.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/decode.h"
+
+// What the CUDA handlers share. They only decode and launch: everything that changes between calls
+// is in device memory, so that a launch captured into a CUDA graph can be replayed.
+namespace jax_ep::ffi_cuda {
+
+namespace ffi = ::xla::ffi;
+
+// Binds what every operation has, before its own operands.
+inline auto BindCall() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Attr<int64_t>("group")
+      .Attr<int32_t>("layout")
+      .Attr<int64_t>("capacity")
+      .Attr<int64_t>("expert_alignment")
+      .Arg<I32>();  // position
+}
+
+inline ffi::Error ToError(const char* op, const Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error::Internal("jax_ep " + std::string(op) + ": " + status.message());
+}
+
+// Fills in what all operations need, for the current device's rank of the group.
+inline Status FindCommon(int64_t group_id, int32_t layout, int64_t capacity,
+                         int64_t expert_alignment, const I32& position, int64_t num_tokens,
+                         cuda::Common* common) {
+  int device = 0;
+  if (Status status = cuda::CheckCuda(cudaGetDevice(&device), "cudaGetDevice"); !status.ok()) {
+    return status;
+  }
+  const std::shared_ptr<cuda::Group> group = cuda::FindGroup(group_id, device);
+  if (!group) {
+    return Status::Error("Group " + std::to_string(group_id) +
+                         " is closed, or was never opened on device " + std::to_string(device) +
+                         " of this process");
+  }
+  if (Status status = group->CheckError(); !status.ok()) return status;
+  const cuda::WorkspaceLayout& sizes = group->workspace.layout;
+  common->workspace = group->workspace;
+  common->num_tokens = static_cast<int32_t>(num_tokens);
+  common->position = position.typed_data();
+  common->shape.num_ranks = sizes.num_ranks;
+  common->shape.num_experts = sizes.num_experts;
+  common->shape.num_topk = sizes.num_topk;
+  common->shape.max_tokens_per_rank = sizes.max_tokens_per_rank;
+  common->shape.layout = static_cast<Layout>(layout);
+  common->shape.capacity = capacity;
+  common->shape.expert_alignment = expert_alignment;
+  return Status();
+}
+
+// Appends a leaf to the payload of one launch.
+inline void AddLeaf(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens, const ffi::AnyBuffer& rows,
+                    DType dtype) {
+  cuda::Leaf& leaf = args->leaves[args->num_leaves++];
+  leaf.tokens = static_cast<std::byte*>(tokens.untyped_data());
+  leaf.rows = static_cast<std::byte*>(rows.untyped_data());
+  leaf.row_bytes = RowElements(tokens) * static_cast<int64_t>(ffi::ByteWidth(tokens.element_type()));
+  leaf.dtype = dtype;
+  leaf.staging_offset = args->staging_row_bytes;
+  args->staging_row_bytes += (leaf.row_bytes + 15) / 16 * 16;
+}
+
+// The same for the values of its pairs, which follow the leaves.
+inline void SetValues(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens,
+                      const ffi::AnyBuffer& rows) {
+  args->values.tokens = static_cast<std::byte*>(tokens.untyped_data());
+  args->values.rows = static_cast<std::byte*>(rows.untyped_data());
+  args->values.bytes = static_cast<int32_t>(ffi::ByteWidth(tokens.element_type()));
+  args->values.staging_offset = args->staging_row_bytes;
+  const int64_t bytes = int64_t{args->values.bytes} * args->common.shape.num_topk;
+  args->staging_row_bytes += (bytes + 15) / 16 * 16;
+}
+
+// Empties the payload, for the next launch of the same operation.
+inline void ClearPayload(cuda::MoveArgs* args) {
+  args->num_leaves = 0;
+  args->staging_row_bytes = 0;
+  args->values = {};
+}
+
+}  // namespace jax_ep::ffi_cuda
+
+#endif  // JAX_EP_XLA_FFI_CUDA_CALL_H_

@@ -1,0 +1,68 @@
+#include "xla_ffi/cuda/call.h"
+#include "xla_ffi/cuda/handlers.h"
+
+namespace jax_ep::ffi_cuda {
+
+// Operands: the routing, the rows of each leaf and, unless `values` is kNone, one value a pair.
+// Results: the leaves [T, ...] and, with kReturned, the pairs' values [T, K].
+ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t capacity,
+                   int64_t expert_alignment, I32 position, I32 topk_idx, I32 slots, I32 row_source,
+                   I32 row_topk_idx, I32 recv_slots, int32_t values_role,
+                   ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  const auto role = static_cast<Values>(values_role);
+  cuda::MoveArgs args;
+  if (Status status = FindCommon(group, layout, capacity, expert_alignment, position,
+                                 topk_idx.dimensions()[0], &args.common);
+      !status.ok()) {
+    return ToError("combine", status);
+  }
+  args.topk_idx = topk_idx.typed_data();
+  args.slots = slots.typed_data();
+  args.row_source = row_source.typed_data();
+  args.row_topk_idx = row_topk_idx.typed_data();
+  args.recv_slots = recv_slots.typed_data();
+  if (role == Values::kWeights) {
+    const auto weights = operands.get<ffi::AnyBuffer>(operands.size() - 1);
+    const auto dtype = ToDType(weights->element_type());
+    if (dtype != DType::kF32 && dtype != DType::kF64) {
+      return ToError("combine", Status::Error("row weights are neither float32 nor float64"));
+    }
+    args.row_weights = static_cast<const std::byte*>(weights->untyped_data());
+    args.weight_dtype = *dtype;
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto from = operands.get<ffi::AnyBuffer>(i);
+    auto to = results.get<ffi::AnyBuffer>(i);
+    if (!from || !to) {
+      return ToError("combine", Status::Error("as many results as leaves are needed"));
+    }
+    const bool last = i + 1 == results.size();
+    if (role == Values::kReturned && last) {
+      SetValues(&args, **to, *from);
+    } else {
+      const auto dtype = ToDType(from->element_type());
+      if (!dtype) return ToError("combine", Status::Error("rows of a dtype that it does not sum"));
+      AddLeaf(&args, **to, *from, *dtype);
+    }
+    if (!last && args.num_leaves < cuda::kMaxLeaves) continue;
+    if (Status status = cuda::Combine(stream, args); !status.ok()) {
+      return ToError("combine", status);
+    }
+    ClearPayload(&args);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_ep::ffi_cuda
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaCombine, &jax_ep::ffi_cuda::Combine,
+                              jax_ep::ffi_cuda::BindCall()
+                                  .Arg<jax_ep::I32>()  // topk_idx
+                                  .Arg<jax_ep::I32>()  // slots
+                                  .Arg<jax_ep::I32>()  // row_source
+                                  .Arg<jax_ep::I32>()  // row_topk_idx
+                                  .Arg<jax_ep::I32>()  // recv_slots
+                                  .Attr<int32_t>("values")
+                                  .RemainingArgs()
+                                  .RemainingRets(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,11 @@
+#ifndef JAX_EP_XLA_FFI_CUDA_HANDLERS_H_
+#define JAX_EP_XLA_FFI_CUDA_HANDLERS_H_
+
+#include "xla/ffi/api/ffi.h"
+
+// One handler per operation.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaPrepare);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaDispatch);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaCombine);
+
+#endif  // JAX_EP_XLA_FFI_CUDA_HANDLERS_H_

@@ -1,0 +1,43 @@
+#include "xla_ffi/cuda/call.h"
+#include "xla_ffi/cuda/handlers.h"
+
+namespace jax_ep::ffi_cuda {
+
+ffi::Error Prepare(cudaStream_t stream, int64_t group, int32_t layout, int64_t capacity,
+                   int64_t expert_alignment, I32 position, I32 topk_idx, ffi::Result<I32> slots,
+                   ffi::Result<I32> row_source, ffi::Result<I32> row_topk_idx,
+                   ffi::Result<I32> recv_slots, ffi::Result<I32> group_sizes,
+                   ffi::Result<I32> expert_counts, ffi::Result<I32> num_rows,
+                   ffi::Result<I32> num_dropped) {
+  cuda::PrepareArgs args;
+  if (Status status = FindCommon(group, layout, capacity, expert_alignment, position,
+                                 topk_idx.dimensions()[0], &args.common);
+      !status.ok()) {
+    return ToError("prepare", status);
+  }
+  args.topk_idx = topk_idx.typed_data();
+  args.slots = slots->typed_data();
+  args.row_source = row_source->typed_data();
+  args.row_topk_idx = row_topk_idx->typed_data();
+  args.recv_slots = recv_slots->typed_data();
+  args.group_sizes = group_sizes->typed_data();
+  args.expert_counts = expert_counts->typed_data();
+  args.num_rows = num_rows->typed_data();
+  args.num_dropped = num_dropped->typed_data();
+  return ToError("prepare", cuda::Prepare(stream, args));
+}
+
+}  // namespace jax_ep::ffi_cuda
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaPrepare, &jax_ep::ffi_cuda::Prepare,
+                              jax_ep::ffi_cuda::BindCall()
+                                  .Arg<jax_ep::I32>()   // topk_idx
+                                  .Ret<jax_ep::I32>()   // slots
+                                  .Ret<jax_ep::I32>()   // row_source
+                                  .Ret<jax_ep::I32>()   // row_topk_idx
+                                  .Ret<jax_ep::I32>()   // recv_slots
+                                  .Ret<jax_ep::I32>()   // group_sizes
+                                  .Ret<jax_ep::I32>()   // expert_counts
+                                  .Ret<jax_ep::I32>()   // num_rows
+                                  .Ret<jax_ep::I32>(),  // num_dropped
+                              {xla::ffi::Traits::kCmdBufferCompatible});
