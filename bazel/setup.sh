@@ -34,9 +34,10 @@ if [[ ! -f $native_build/requires || $(<$native_build/requires) != "$build_requi
   echo "$build_requires" >$native_build/requires
 fi
 
-bazelrc="build --repo_env=JAX_EP_PYTHON=$PWD/$venv/bin/python
-build --repo_env=JAX_EP_BUILD_PATH=$PWD/$native_build
-build --repo_env=JAX_EP_ENVIRONMENT=$(sha256sum <$venv/packages | cut -c1-16)"
+# "common", so that `bazel query` sees the same repositories.
+bazelrc="common --repo_env=JAX_EP_PYTHON=$PWD/$venv/bin/python
+common --repo_env=JAX_EP_BUILD_PATH=$PWD/$native_build
+common --repo_env=JAX_EP_ENVIRONMENT=$(sha256sum <$venv/packages | cut -c1-16)"
 case $("$BAZEL" --version) in
   "bazel 7."*) bazelrc+=$'\ncommon --noenable_bzlmod' ;;
   "bazel 8."*) bazelrc+=$'\ncommon --noenable_bzlmod --enable_workspace' ;;
