@@ -19,7 +19,7 @@ venv=.venv-$end wheels=build/wheels-$end run=build/test-$end
 ensure_venv "$venv" "$python" "$end"
 
 wheel_key="$(<"$venv/packages") $(hash_files \
-  BUILD WORKSPACE .bazelrc pyproject.toml bazel csrc xla_ffi jax_ep)"
+  BUILD WORKSPACE .bazelrc pyproject.toml README.md bazel csrc xla_ffi jax_ep)"
 if [[ ! -f $venv/wheel || $(<"$venv/wheel") != "$wheel_key" ]]; then
   rm -rf "$wheels"
   PYTHON=$python bazel/wheel.sh "$wheels"
