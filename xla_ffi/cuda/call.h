@@ -43,15 +43,15 @@ inline Status FindCommon(int64_t group_id, int32_t layout, int64_t capacity,
   if (Status status = cuda::CheckCuda(cudaGetDevice(&device), "cudaGetDevice"); !status.ok()) {
     return status;
   }
-  const std::shared_ptr<cuda::Group> group = cuda::FindGroup(group_id, device);
+  const std::shared_ptr<const cuda::Group> group = cuda::FindGroup(group_id, device);
   if (!group) {
     return Status::Error("Group " + std::to_string(group_id) +
                          " is closed, or was never opened on device " + std::to_string(device) +
                          " of this process");
   }
   if (Status status = group->CheckError(); !status.ok()) return status;
-  const cuda::WorkspaceLayout& sizes = group->workspace.layout;
-  common->workspace = group->workspace;
+  const cuda::WorkspaceLayout& sizes = group->workspace().layout;
+  common->workspace = group->workspace();
   common->num_tokens = static_cast<int32_t>(num_tokens);
   common->position = position.typed_data();
   common->shape.num_ranks = sizes.num_ranks;
