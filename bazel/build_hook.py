@@ -38,8 +38,11 @@ def build_modules(root: pathlib.Path) -> list[pathlib.Path]:
              f"--repo_env=JAX_EP_BUILD_PATH={os.pathsep.join(build_path)}"]
 
     def bazel(*command: str) -> str:
-        return subprocess.run([find_bazel(), *command, *flags], cwd=root, check=True, text=True,
-                              stdout=subprocess.PIPE).stdout.strip()
+        result = subprocess.run([find_bazel(), *command, *flags], cwd=root, text=True,
+                                stdout=subprocess.PIPE)
+        if result.returncode:
+            sys.exit(f"jax_ep: bazel {command[0]} failed; its output is above")
+        return result.stdout.strip()
 
     bazel("build", "//jax_ep/_native:modules_list")
     modules_list = pathlib.Path(bazel("info", "bazel-bin")) / _MODULES_LIST
