@@ -11,6 +11,9 @@ import jax
 NAMES = ("cuda", "cpu", "xla")
 
 
+_OLDEST_COMPUTE_CAPABILITY = (8, 0)  # A100, as bazel/cuda.bzl compiles for
+
+
 @functools.cache
 def load_cpu() -> types.ModuleType:
     """The CPU backend's native module, its FFI types and targets registered with XLA.
@@ -34,6 +37,24 @@ def has_cpu() -> bool:
     return importlib.util.find_spec("jax_ep._native._cpu") is not None
 
 
+@functools.cache
+def load_cuda() -> types.ModuleType:
+    """The CUDA backend's native module, its FFI targets registered with XLA.
+
+    Raises:
+      ImportError: the native module was not built.
+    """
+    module = importlib.import_module("jax_ep._native._cuda")
+    for name, target in module.targets().items():
+        jax.ffi.register_ffi_target(name, target, platform="CUDA")
+    return module
+
+
+def has_cuda() -> bool:
+    """Whether the CUDA backend's native module is there, whatever it finds when it runs."""
+    return importlib.util.find_spec("jax_ep._native._cuda") is not None
+
+
 def choose(devices: Sequence[jax.Device], backend: str | None) -> tuple[str, str]:
     """The backend for a Group over `devices`, and the reason in words.
 
@@ -45,9 +66,8 @@ def choose(devices: Sequence[jax.Device], backend: str | None) -> tuple[str, str
     if backend == "xla":
         return backend, "asked for"
     platform = devices[0].platform
-    num_processes = len({device.process_index for device in devices})
     native = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(platform)
-    obstacle = _obstacle(native, num_processes)
+    obstacle = _obstacle(native, devices)
     if backend is None:
         if obstacle is None:
             return native, f"native on platform {platform!r}"
@@ -62,12 +82,35 @@ def choose(devices: Sequence[jax.Device], backend: str | None) -> tuple[str, str
     return backend, "asked for"
 
 
-def _obstacle(native: str | None, num_processes: int) -> str | None:
+def _obstacle(native: str | None, devices: Sequence[jax.Device]) -> str | None:
     """Why the native backend cannot run, or None."""
     if native is None:
         return "this platform has no native backend"
-    if native == "cuda":
-        return "this version of jax_ep has no CUDA backend yet"
+    return _cuda_obstacle(devices) if native == "cuda" else _cpu_obstacle(devices)
+
+
+def _cuda_obstacle(devices: Sequence[jax.Device]) -> str | None:
+    for device in devices:
+        capability = getattr(device, "compute_capability", None)
+        try:
+            new_enough = tuple(map(int, capability.split("."))) >= _OLDEST_COMPUTE_CAPABILITY
+        except (AttributeError, ValueError):
+            return f"{device} ({device.device_kind}) is not an NVIDIA GPU"
+        if not new_enough:
+            oldest = ".".join(map(str, _OLDEST_COMPUTE_CAPABILITY))
+            return (
+                f"{device} ({device.device_kind}) has compute capability {capability}, and the "
+                f"kernels need {oldest} or newer"
+            )
+    if not has_cuda():
+        return (
+            "the native module jax_ep._native._cuda is not built (run `make setup` where nvcc is)"
+        )
+    return None
+
+
+def _cpu_obstacle(devices: Sequence[jax.Device]) -> str | None:
+    num_processes = len({device.process_index for device in devices})
     if num_processes > 1:
         return (
             "the cpu backend needs all devices of the mesh in one process, and they are in "

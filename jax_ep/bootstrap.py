@@ -1,6 +1,7 @@
 """Exchange between the processes of a group, before there is any communication of its own."""
 
 import json
+import time
 
 # JAX's key-value store has no public name; it is what jax.distributed.initialize() connects.
 from jax._src import distributed
@@ -14,7 +15,7 @@ def exchange(key: str, value: dict, process: int, processes: list[int], timeout_
       value: this process's JSON-serialisable contribution.
       process: this process's index.
       processes: the indices of all that take part.
-      timeout_s: how long to wait for each.
+      timeout_s: how long to wait for all of them.
 
     Raises:
       RuntimeError: jax.distributed is not initialised, or a process did not come; it is named.
@@ -25,12 +26,12 @@ def exchange(key: str, value: dict, process: int, processes: list[int], timeout_
             f"a Group over processes {processes} needs jax.distributed.initialize() first"
         )
     client.key_value_set(f"jax_ep/{key}/{process}", json.dumps(value))
+    deadline = time.monotonic() + timeout_s
     values = []
     for other in processes:
         try:
-            text = client.blocking_key_value_get(
-                f"jax_ep/{key}/{other}", int(timeout_s * 1000)
-            )
+            remaining_ms = max(1, int((deadline - time.monotonic()) * 1000))
+            text = client.blocking_key_value_get(f"jax_ep/{key}/{other}", remaining_ms)
         except Exception as error:
             raise RuntimeError(
                 f"jax_ep {key}: process {process} waited {timeout_s:g} s in vain for process "

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jax_ep import backends, bootstrap
+from jax_ep.workspace import Workspace
 
 LAYOUTS = ("expert", "rank", "padded")
 
@@ -35,10 +36,14 @@ class Group:
       backend: "cuda", "cpu", "xla" (plain JAX, on every platform), or None for the platform's
         native one where it can run and "xla" elsewhere (`backend_reason` says why).
       timeout_s: seconds after which an operation that waits for a missing rank is an error.
+      num_sms: backend "cuda": the thread blocks, one an SM, of the kernels that move rows. Results
+        do not depend on it. None for what the link needs, as far as the ranks that share a device
+        have it.
 
     Raises:
       ValueError, TypeError: an argument is wrong; it is named.
-      RuntimeError: processes disagree about the settings, or one did not come.
+      RuntimeError: processes disagree about the settings, one did not come, or backend "cuda"
+        finds too little memory or a device that cannot reach another one.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Group:
         max_row_bytes: int,
         backend: str | None = None,
         timeout_s: float = 100.0,
+        num_sms: int | None = None,
     ):
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -82,6 +88,7 @@ class Group:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         self.timeout_s = float(timeout_s)
+        self.num_sms = None if num_sms is None else _positive_int("num_sms", num_sms)
         self.backend, self.backend_reason = backends.choose(
             list(mesh.devices.flat), backend
         )
@@ -91,16 +98,29 @@ class Group:
         self.id = _next_id(processes)
         if len(processes) > 1:
             self._agree(processes)
+        axis = str(axis_name if isinstance(axis_name, str) else self.axis_names)
+        sizes = {
+            "num_ranks": self.num_ranks,
+            "num_experts": self.num_experts,
+            "num_topk": self.num_topk,
+            "max_tokens_per_rank": self.max_tokens_per_rank,
+        }
+        self._workspace = None
         if self.backend == "cpu":
             backends.load_cpu().open_group(
-                id=self.id,
-                axis=str(axis_name if isinstance(axis_name, str) else self.axis_names),
-                num_ranks=self.num_ranks,
-                num_experts=self.num_experts,
-                num_topk=self.num_topk,
-                max_tokens_per_rank=self.max_tokens_per_rank,
+                id=self.id, axis=axis, timeout_s=self.timeout_s, **sizes
+            )
+        elif self.backend == "cuda":
+            self._workspace = Workspace(
+                self.id,
+                mesh,
+                self.axis_names,
+                axis=axis,
+                sizes=sizes | {"max_row_bytes": self.max_row_bytes},
+                num_sms=self.num_sms,
                 timeout_s=self.timeout_s,
             )
+            self.num_sms = self._workspace.num_sms
 
     @property
     def num_local_experts(self) -> int:
@@ -110,7 +130,14 @@ class Group:
     @property
     def workspace_bytes(self) -> int:
         """Device memory that the Group holds per rank. The cpu and xla backends hold none."""
-        return 0
+        return 0 if self._workspace is None else self._workspace.num_bytes
+
+    @property
+    def transport(self) -> str:
+        """How the ranks reach each other's memory, in words."""
+        if self._workspace is not None:
+            return self._workspace.transport
+        return {"cpu": "host memory", "xla": "XLA's collectives"}[self.backend]
 
     def worst_case_capacity(
         self, num_tokens: int, *, layout: str = "expert", expert_alignment: int = 1
@@ -155,9 +182,15 @@ class Group:
         return min(math.ceil(factor * mean) + padding, worst)
 
     def check(self) -> None:
-        """Raises RuntimeError where the Group cannot be used (any more)."""
+        """Raises RuntimeError where the Group cannot be used (any more).
+
+        That is after `close`, and with backend "cuda" after an operation has failed on one of this
+        process's devices: its text is raised. Does not wait for operations in flight.
+        """
         if self.closed:
             raise RuntimeError(f"{self!r} is closed")
+        if self._workspace is not None:
+            self._workspace.check()
 
     def check_context(self, op: str) -> None:
         """Raises unless the trace is inside a `shard_map` over this Group's mesh."""
@@ -188,10 +221,18 @@ class Group:
             )
 
     def close(self) -> None:
-        """Frees what the Group holds; using it afterwards is an error. May be called twice."""
-        if not self.closed and self.backend == "cpu":
-            backends.load_cpu().close_group(self.id)
+        """Frees what the Group holds; using it afterwards is an error. May be called twice.
+
+        With backend "cuda" every process should close at the same point of its program, and waits
+        a few seconds for the others.
+        """
+        if self.closed:
+            return
         self.closed = True
+        if self.backend == "cpu":
+            backends.load_cpu().close_group(self.id)
+        if self._workspace is not None:
+            self._workspace.close()
 
     def __enter__(self) -> "Group":
         return self
@@ -217,6 +258,7 @@ class Group:
             "max_row_bytes": self.max_row_bytes,
             "backend": self.backend,
             "timeout_s": self.timeout_s,
+            "num_sms": self.num_sms,
         }
         me = jax.process_index()
         everyone = bootstrap.exchange(f"group/{self.id}", settings, me, processes, self.timeout_s)

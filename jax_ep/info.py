@@ -1,5 +1,6 @@
 """What this machine offers jax_ep: `python -m jax_ep.info`."""
 
+import importlib
 import importlib.metadata
 import platform
 import shutil
@@ -18,10 +19,11 @@ def report() -> str:
         lines.append(f"{name:<11} {_version(name)}")
 
     lines.append("")
-    for name, found in (("cpu", backends.has_cpu()), ("cuda", False)):
+    for name, found in (("cpu", backends.has_cpu()), ("cuda", backends.has_cuda())):
         lines.append(f"native {name:<4} {'built' if found else 'not built'}")
     lines.append(f"nvcc        {shutil.which('nvcc') or 'not found'} (needed only to build)")
 
+    lines += _cuda_lines()
     lines.append("")
     try:
         devices = jax.devices()
@@ -39,6 +41,45 @@ def report() -> str:
         name, reason = backends.choose(devices[:num_devices], None)
         lines.append(f"backend     {name!r} for a Group over {num_devices} devices: {reason}")
     return "\n".join(lines)
+
+
+def _cuda_lines() -> list[str]:
+    """What the CUDA runtime says: versions, GPUs, and how their ranks would reach each other."""
+    if not backends.has_cuda():
+        return []
+    machine = importlib.import_module("jax_ep._native._cuda").machine_info()
+    driver = machine["driver_version"]
+    lines = [
+        "",
+        f"CUDA        {_cuda_version(machine['runtime_version'])} in the module; "
+        + (f"driver for up to {_cuda_version(driver)}" if driver else "no driver"),
+    ]
+    if machine["obstacle"] is not None:
+        return [*lines, f"GPUs        none: {machine['obstacle']}"]
+    gpus = machine["devices"]
+    for i, gpu in enumerate(gpus):
+        capability = ".".join(map(str, gpu["compute_capability"]))
+        lines.append(
+            f"GPU {i:<7} {gpu['name']}, {gpu['pci_bus_id']}, sm {capability}, "
+            f"{gpu['num_sms']} SMs, {gpu['total_bytes'] >> 30} GiB"
+        )
+    unreachable = [
+        f"{i} to {j}"
+        for i, gpu in enumerate(gpus)
+        for j, reached in enumerate(gpu["peer_access"])
+        if not reached
+    ]
+    missing = f"but not from {', '.join(unreachable)}" if unreachable else "between all of them"
+    lines.append(f"            peer access {missing}")
+    lines.append(
+        "transport   peer access between GPUs of one process, CUDA IPC between processes of one "
+        "host; fabric handles between hosts: not in this version"
+    )
+    return lines
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _version(package: str) -> str:
