@@ -58,12 +58,15 @@ class BuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict) -> None:
         root = pathlib.Path(self.root)
         folder = pathlib.Path("jax_ep", "_native")
-        for module in build_modules(root):
-            if version == "editable":
-                # A new file, not new content: a running program may have the old one mapped.
-                (root / folder / module.name).unlink(missing_ok=True)
+        modules = build_modules(root)
+        if version == "editable":
+            # Away with old ones first: also because a running program may have them mapped.
+            for old in (root / folder).glob("*.so"):
+                old.unlink()
+            for module in modules:
                 shutil.copy(module, root / folder / module.name)
-            else:
+        else:
+            for module in modules:
                 build_data["force_include"][str(module)] = str(folder / module.name)
         python = f"cp{sys.version_info.major}{sys.version_info.minor}"
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

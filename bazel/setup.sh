@@ -44,12 +44,14 @@ case $("$BAZEL" --version) in
 esac
 [[ -f .bazelrc.local && $(<.bazelrc.local) == "$bazelrc" ]] || echo "$bazelrc" >.bazelrc.local
 
-native_key="$(<$venv/packages) $(<$native_build/requires) $(hash_files \
+native_key="$(<$venv/packages) $(<$native_build/requires) $(command -v nvcc || true) $(hash_files \
   BUILD WORKSPACE .bazelrc pyproject.toml bazel csrc xla_ffi jax_ep/_native)"
 module=jax_ep/_native/_cpu$($venv/bin/python -c '
 import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 if [[ ! -f $module || ! -f $venv/native || $(<$venv/native) != "$native_key" ]]; then
   say "building and installing jax_ep"
+  # The install builds, too; this is to see how it goes.
+  "$BAZEL" build //jax_ep/_native:modules_list
   PYTHONPATH=$PWD/$native_build $venv/bin/python -m pip install -qq --disable-pip-version-check \
     --no-deps --no-build-isolation --editable .
   echo "$native_key" >$venv/native

@@ -7,6 +7,6 @@ source bazel/lib.sh
 ensure_bazel
 python=$(choose_python)
 ensure_python_parts "$python"
-say "building for $python"
+say "building for $python, in an environment of its own: this takes a few minutes"
 "$python" -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir "$1" .
 ls "$1"/jax_ep-*.whl
