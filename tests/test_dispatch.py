@@ -113,8 +113,7 @@ def test_handle_is_reused(backend):
 @pytest.mark.slow
 @hypothesis.given(st.integers(0, 10**6), st.sampled_from(cases.ROUTINGS))
 def test_any_bits(seed, kind):
-    case = Case(num_ranks=4, experts_per_rank=2, num_topk=3, expert_alignment=8)
-    case = case.with_capacity("tight")
+    case = Case(num_topk=3, expert_alignment=8).with_capacity("tight")
     topk_idx = cases.routing(kind, case, seed)
     for backend in ("native", "xla"):
         check(case, backend, topk_idx, cases.payload(case, seed), weights_of(case, seed=seed))

@@ -90,7 +90,7 @@ def test_any_routing(case, backend):
 def test_any_shape(backend):
     """Few examples: each compiles a program."""
 
-    @hypothesis.settings(max_examples=12)
+    @hypothesis.settings(max_examples=8)
     @hypothesis.given(
         st.sampled_from(cases.RANKS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 9),
         st.sampled_from(oracle.LAYOUTS), st.one_of(st.none(), st.integers(0, 40)),

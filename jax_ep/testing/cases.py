@@ -138,7 +138,7 @@ def odd_sizes() -> list[Case]:
         Case(num_ranks=2, num_tokens=0, layout="rank"),
         Case(num_ranks=2, num_tokens=0, layout="padded"),
         Case(num_ranks=4, num_tokens=1, num_topk=1, experts_per_rank=1, spare_tokens=0),
-        Case(num_ranks=1, experts_per_rank=20, num_topk=33, num_tokens=2),
+        Case(num_ranks=1, experts_per_rank=20, num_topk=33, num_tokens=1),
         Case(num_ranks=2, experts_per_rank=5, num_topk=10, num_tokens=2, layout="rank"),
         Case(num_ranks=1, experts_per_rank=5, num_topk=16, num_tokens=3, layout="padded"),
     ]

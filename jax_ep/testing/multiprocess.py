@@ -1,15 +1,25 @@
-"""Runs a function in N JAX processes on this machine's CPU, connected by jax.distributed.
+"""Runs a function, or pytest, in N JAX processes on this machine, connected by jax.distributed.
 
     launch("tests/workers.py:exchange", num_processes=2)
+    launch("pytest:-q tests/test_prepare.py", num_processes=2)
 
-calls `exchange()` in each process after `jax.distributed.initialize`. The launcher has its own time
-limit, and an error names each process that failed, with the end of its output.
+calls `exchange()`, or runs the tests, in each process after `jax.distributed.initialize`. The
+launcher has its own time limit, and an error names each process that failed, with the end of its
+output. The processes are on the CPU unless `env` says otherwise; jax_ep.testing.gpus puts them on
+GPUs.
+
+In a launched process, numpy can read any array of which every device's process reads it too: what
+the tests assert of whole arrays they assert in every process.
 """
 
 from __future__ import annotations
 
+import base64
+import collections
 import importlib.util
+import itertools
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,10 +28,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 _TAIL_CHARS = 4000
 # A process whose peer has failed gets this long to end by itself, for the sake of its message.
 _GRACE_S = 5.0
+_GATHER_TIMEOUT_S = 100.0
 
 
 class ProcessesFailed(AssertionError):
@@ -29,11 +41,20 @@ class ProcessesFailed(AssertionError):
 
 
 def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
-           timeout_s: float = 120.0, env: Mapping[str, str] | None = None) -> list[str]:
+           timeout_s: float = 120.0, env: Mapping[str, str] | None = None,
+           rank_env: Callable[[int], Mapping[str, str]] | None = None) -> list[str]:
     """Runs `target` in every process; returns the processes' outputs by rank.
 
-    `target` is "path/to/file.py:function", or several functions, "path/to/file.py:one,two".
-    Raises ProcessesFailed unless all of them end with success within `timeout_s`.
+    Args:
+      target: "path/to/file.py:function", several functions, "path/to/file.py:one,two", or
+        "pytest:" and pytest's arguments.
+      num_processes: how many; each has `devices_per_process` CPU devices, unless `env` says
+        otherwise.
+      timeout_s: when to end those that still run.
+      env, rank_env: environment variables, for all and by rank.
+
+    Raises:
+      ProcessesFailed: unless all of them end with success in time.
     """
     address = f"127.0.0.1:{_free_port()}"
     environment = {
@@ -52,7 +73,8 @@ def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
                     processes.append(subprocess.Popen(
                         [sys.executable, "-m", __name__, target, address, str(num_processes),
                          str(rank)],
-                        env=environment, stdout=file, stderr=subprocess.STDOUT))
+                        env={**environment, **(rank_env(rank) if rank_env else {})},
+                        stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT))
             _wait(processes, timeout_s)
             codes = [process.poll() for process in processes]
         finally:
@@ -96,7 +118,9 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _load(target: str) -> list[Callable[[], None]]:
+def _load(target: str) -> list[Callable[[], Any]]:
+    if target.startswith("pytest:"):
+        return [lambda: _run_pytest(shlex.split(target.removeprefix("pytest:")))]
     path, _, names = target.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -104,15 +128,69 @@ def _load(target: str) -> list[Callable[[], None]]:
     return [getattr(module, name) for name in names.split(",")]
 
 
+def _run_pytest(arguments: list[str]) -> None:
+    import pytest
+
+    # After a failure the processes are no longer at the same point of the same program.
+    code = pytest.main(["-x", "-p", "no:cacheprovider", *arguments])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit(f"pytest: {code!r}")
+
+
+def _make_arrays_readable() -> None:
+    """Lets numpy read arrays that are partly on other processes' devices."""
+    import jax
+    import jax.numpy as jnp
+
+    array_type = type(jnp.zeros(()))
+    read_here = array_type.__array__
+
+    def read(array: jax.Array, *args, **kwargs):
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return read_here(array, *args, **kwargs)
+        return _gather(array).__array__(*args, **kwargs)
+
+    array_type.__array__ = read
+
+
+_gathers = collections.defaultdict(itertools.count)
+
+
+def _gather(array: Any) -> Any:
+    """The whole of a global array, by way of the key-value store: slow, and independent of NCCL."""
+    import jax
+    import numpy as np
+
+    from jax_ep import bootstrap
+
+    processes = sorted({device.process_index for device in array.sharding.device_set})
+    parts = []
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            data = np.asarray(shard.data)
+            bounds = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape)]
+            parts.append((bounds, base64.b64encode(data.tobytes()).decode()))
+    key = f"testing/gather/{processes}/{next(_gathers[tuple(processes)])}"
+    whole = np.empty(array.shape, array.dtype)
+    for theirs in bootstrap.exchange(key, parts, jax.process_index(), processes, _GATHER_TIMEOUT_S):
+        for bounds, text in theirs:
+            data = np.frombuffer(base64.b64decode(text), array.dtype)
+            shape = [stop - start for start, stop in bounds]
+            whole[tuple(slice(*b) for b in bounds)] = data.reshape(shape)
+    return whole
+
+
 def _main(target: str, address: str, num_processes: str, rank: str) -> None:
     import jax
 
     jax.distributed.initialize(address, int(num_processes), int(rank))
     try:
+        _make_arrays_readable()
         for function in _load(target):
             function()
     except BaseException:
         traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
         # An orderly exit would wait for the peers, who may wait for this process.
         os._exit(1)

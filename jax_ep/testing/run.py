@@ -31,11 +31,16 @@ def backend_name(kind: str) -> str:
 
 
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-    """A mesh of Auto axes over the first devices; skips the test where there are too few."""
+    """A mesh of Auto axes over the first devices.
+
+    Skips the test where there are too few, and in a process none of whose devices is among them.
+    """
     count = int(np.prod(shape))
     if len(jax.devices()) < count:
         pytest.skip(f"needs {count} devices")
     devices = np.array(jax.devices()[:count]).reshape(shape)
+    if all(device.process_index != jax.process_index() for device in devices.flat):
+        pytest.skip("runs on other processes' devices")
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
