@@ -6,4 +6,5 @@
     compare       bitwise comparison with readable failures
     jaxprs        counting primitives
     multiprocess  N JAX processes on one machine
+    gpus          all tests on the GPUs here, their ranks arranged in every way
 """

@@ -37,7 +37,22 @@ _GATHER_TIMEOUT_S = 100.0
 
 
 class ProcessesFailed(AssertionError):
-    """Some processes failed or ran out of time; the text has the output of each that did."""
+    """Some processes failed or ran out of time; the text has the output of each that did.
+
+    Attributes:
+      codes: by process, its exit code, or None where it was still running.
+      outputs: by process, what it wrote.
+    """
+
+    def __init__(self, text: str, codes: list[int | None], outputs: list[str]):
+        super().__init__(text)
+        self.codes = codes
+        self.outputs = outputs
+
+    @property
+    def failed(self) -> list[int]:
+        """The processes that did not end with success."""
+        return [rank for rank, code in enumerate(self.codes) if code != 0]
 
 
 def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
@@ -83,7 +98,7 @@ def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
                 process.wait()
         outputs = [log.read_text(errors="replace") for log in logs]
     if codes != [0] * num_processes:
-        raise ProcessesFailed(_describe(target, codes, outputs, timeout_s))
+        raise ProcessesFailed(_describe(target, codes, outputs, timeout_s), codes, outputs)
     return outputs
 
 

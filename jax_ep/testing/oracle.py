@@ -1,7 +1,7 @@
 """The semantics of jax_ep once more, in numpy and plain loops, for all ranks at once.
 
-This is the judge of every test: slow, obvious, free of JAX. It follows the specification sentence by
-sentence (docs: layouts, capacity, combine), and shares no code with the backends.
+This is the judge of every test: slow, obvious, free of JAX. It follows docs/semantics.md sentence
+by sentence and shares no code with the backends.
 
 Arrays carry a leading axis of length R, the EP rank:
 
