@@ -1,9 +1,10 @@
 # Everything a user or CI types. The work is in bazel/*.sh.
 #
 #   PYTHON=...  the interpreter for .venv, or for the wheel (default: the first Python >= 3.11 found)
+#               or, for test-gpu, a Python that has jax_ep and jax with CUDA (default: .venv's)
 #   BAZEL=...   the Bazel (default: bazel or bazelisk on the PATH, else Debian's, installed)
 
-.PHONY: help setup test test-fast demo bench wheel lock clean
+.PHONY: help setup test test-fast test-gpu demo bench wheel lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/make \1 -/p' Makefile
@@ -16,6 +17,9 @@ test: setup  ## all tests, C++ and Python, with the oldest and the newest suppor
 
 test-fast: setup  ## the Python tests that are not slow
 	@.venv/bin/python -m pytest -q -m "not slow" tests
+
+test-gpu: $(if $(PYTHON),,setup)  ## the tests on the GPUs here, their ranks arranged in every way
+	@$(or $(PYTHON),.venv/bin/python) -m jax_ep.testing.gpus
 
 demo: setup  ## train a small MoE language model, expert-parallel over 8 CPU devices
 	@.venv/bin/python examples/train_moe.py

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include "csrc/comm/on_device.h"
+
 namespace jax_ep::cuda {
 namespace {
 
@@ -58,6 +60,16 @@ MachineInfo GetMachineInfo() {
     info.obstacle = "no CUDA device is visible";
   }
   return info;
+}
+
+Status GetFreeBytes(int device, int64_t* bytes) {
+  return comm::OnDevice(device, [&] {
+    size_t free = 0;
+    size_t total = 0;
+    Status status = comm::CheckCuda(cudaMemGetInfo(&free, &total), "asking for the free memory");
+    *bytes = static_cast<int64_t>(free);
+    return status;
+  });
 }
 
 }  // namespace jax_ep::cuda

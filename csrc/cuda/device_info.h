@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "csrc/core/status.h"
+
 namespace jax_ep::cuda {
 
 struct DeviceInfo {
@@ -28,6 +30,9 @@ struct MachineInfo {
 
 // What this process can see. Creates no context.
 MachineInfo GetMachineInfo();
+
+// Device memory that nobody has, in all processes.
+Status GetFreeBytes(int device, int64_t* bytes);
 
 }  // namespace jax_ep::cuda
 

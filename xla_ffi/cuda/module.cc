@@ -92,6 +92,13 @@ nb::dict MachineInfo() {
   return dict;
 }
 
+int64_t FreeBytes(int device) {
+  nb::gil_scoped_release release;
+  int64_t bytes = 0;
+  RaiseUnlessOk(cuda::GetFreeBytes(device, &bytes));
+  return bytes;
+}
+
 }  // namespace
 }  // namespace jax_ep::ffi_cuda
 
@@ -106,6 +113,8 @@ NB_MODULE(_cuda, module) {
   }, "FFI targets by name.");
   module.def("machine_info", &ffi_cuda::MachineInfo,
              "Versions, the visible devices, and why there are none.");
+  module.def("free_bytes", &ffi_cuda::FreeBytes, nb::arg("device"),
+             "Memory of a device that no process has.");
   module.def("workspace_bytes", &ffi_cuda::WorkspaceBytes, nb::kw_only(), nb::arg("num_ranks"),
              nb::arg("num_experts"), nb::arg("num_topk"), nb::arg("max_tokens_per_rank"),
              nb::arg("max_row_bytes"), "Device memory of one rank of a group.");

@@ -1,0 +1,260 @@
+"""What only GPUs have: workspaces, SM counts, failures of a rank, replayed graphs, large arrays.
+
+Runs in every process of an arrangement of ranks at once; see jax_ep.testing.gpus.
+"""
+
+import functools
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import jax_ep
+import numpy as np
+import pytest
+from jax_ep import backends, bootstrap
+
+from jax_ep.testing import cases, oracle, run
+from jax_ep.testing.cases import Case
+from jax_ep.testing.compare import assert_same_bits
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="the cuda backend")
+
+TIMEOUT_S = 3.0
+_barriers = itertools.count()
+
+
+def everyone(value=None):
+    """The values of all processes; none returns before all have come."""
+    processes = list(range(jax.process_count()))
+    if len(processes) == 1:
+        return [value]
+    return bootstrap.exchange(f"test_ranks/{next(_barriers)}", value, jax.process_index(),
+                              processes, 60)
+
+
+def all_ranks(**options):
+    """A case with a rank on every device."""
+    return Case(num_ranks=len(jax.devices()), **options)
+
+
+def make_group(case, **options):
+    settings = dict(num_experts=case.num_experts, num_topk=case.num_topk,
+                    max_tokens_per_rank=case.max_tokens_per_rank, max_row_bytes=256,
+                    backend="cuda")
+    mesh = run.make_mesh((case.num_ranks,), (run.AXIS,))
+    return jax_ep.Group(mesh, run.AXIS, **(settings | options))
+
+
+def layer(group, case, x, topk_idx):
+    handle = run.prepare(group, case, topk_idx)
+    rows, _ = jax_ep.dispatch(x, handle)
+    return rows, jax_ep.combine(rows, handle)
+
+
+def program_of(group, case):
+    return jax.jit(run.per_rank(group, functools.partial(layer, group, case)))
+
+
+def inputs(case, seed=0, hidden=8):
+    x = cases.floats(np.float32, (case.num_ranks, case.num_tokens, hidden), seed)
+    return x, cases.routing("uniform", case, seed)
+
+
+def check(case, x, topk_idx, rows, y, what=""):
+    plan = oracle.prepare(case.oracle_config, topk_idx)
+    expected = oracle.dispatch(plan, x)
+    assert_same_bits(rows, expected, f"{what} rows")
+    assert_same_bits(y, oracle.combine(plan, expected), f"{what} y")
+
+
+def test_attributes():
+    case = all_ranks()
+    with make_group(case) as group:
+        local, ranks = jax.local_device_count(), jax.device_count()
+        expected = {name for name, taken in [("peer access", local > 1),
+                                             ("CUDA IPC", local < ranks)] if taken}
+        assert set(group.transport.split(" + ")) == (expected or {"one rank"})
+        assert 1 <= group.num_sms <= 32
+        assert group.workspace_bytes >= 1 << 20
+        assert len(set(everyone(group.num_sms))) == 1
+        group.check()
+
+
+def test_too_many_sms():
+    with pytest.raises(ValueError, match="num_sms=1000"):
+        make_group(all_ranks(), num_sms=1000)
+
+
+def test_a_hundred_groups_leak_nothing():
+    case = all_ranks()
+    devices = [device.local_hardware_id for device in jax.local_devices()]
+
+    def free_bytes():
+        everyone()
+        return sum(map(backends.load_cuda().free_bytes, devices))
+
+    make_group(case).close()
+    before = free_bytes()
+    for _ in range(100):
+        make_group(case).close()
+    after = free_bytes()
+    everyone()
+    assert before - after < 64 << 20, f"{before} bytes were free, then {after}"
+
+
+def test_many_groups_at_once():
+    case = all_ranks(num_topk=2)
+    groups = [make_group(case) for _ in range(5)]
+    x, topk_idx = inputs(case)
+    results = [program_of(group, case)(x, topk_idx) for group in groups]
+    for result in results:
+        check(case, x, topk_idx, *result)
+    for group in groups:
+        group.close()
+
+
+def test_too_little_memory():
+    """An error with the numbers, on all processes; then the next Group works."""
+    case = all_ranks()
+    with pytest.raises(RuntimeError, match=r"\d+ MiB of its \d+ MiB are free"):
+        make_group(case, num_topk=1, max_tokens_per_rank=1 << 22, max_row_bytes=1 << 22)
+    with make_group(case) as group:
+        x, topk_idx = inputs(case)
+        check(case, x, topk_idx, *program_of(group, case)(x, topk_idx))
+
+
+@pytest.mark.parametrize("layout", oracle.LAYOUTS)
+def test_results_do_not_depend_on_the_number_of_sms(layout):
+    case = all_ranks(num_topk=4, num_tokens=37, experts_per_rank=3, layout=layout)
+    x, topk_idx = inputs(case, hidden=24)
+    for num_sms in (1, 2, 5, None):
+        with make_group(case, num_sms=num_sms) as group:
+            check(case, x, topk_idx, *program_of(group, case)(x, topk_idx), f"num_sms={num_sms}")
+
+
+def test_changing_routing_in_one_program():
+    """With command buffers switched on these are replays of one CUDA graph."""
+    case = all_ranks(num_topk=3).with_capacity("tight")
+    with make_group(case) as group:
+        program = program_of(group, case)
+        for seed in range(1000):
+            args = inputs(case, seed)
+            results = program(*args)
+            if seed % 50 == 0:
+                check(case, *args, *results, f"step {seed}")
+        group.check()
+        check(case, *args, *results, "the last step")
+
+
+def value(rank, token, hidden):
+    """What element `hidden` of a token is; sums of a few are exact."""
+    return ((rank * 31 + token * 7 + hidden) % 1024).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_rows_beyond_two_gigabytes(layout):
+    """Checked on the device, by a formula for every element."""
+    hidden, num_topk, num_ranks = 7168, 10, len(jax.devices())
+    case = Case(num_ranks=num_ranks, experts_per_rank=16, num_topk=num_topk, layout=layout,
+                num_tokens=(8192 if layout == "expert" else 81920) // num_ranks)
+    assert case.row_dims[0] * hidden * 4 > 1 << 31
+
+    def f(rank):
+        tokens, columns = jnp.arange(case.num_tokens), jnp.arange(hidden)
+        x = value(rank, tokens[:, None], columns)
+        step = jnp.arange(num_topk) * (case.num_experts // num_topk)
+        topk_idx = (tokens[:, None] * 5 + rank + step) % case.num_experts
+        handle = run.prepare(group, case, topk_idx)
+        rows, _ = jax_ep.dispatch(x, handle)
+        source = handle.row_source // (num_topk if layout == "expert" else 1)
+        expected = value((source // case.max_tokens_per_rank)[:, None],
+                         (source % case.max_tokens_per_rank)[:, None], columns)
+        wrong = (rows != jnp.where(handle.row_source[:, None] >= 0, expected, 0)).sum()
+        y = jax_ep.combine(rows, handle)
+        copies = num_topk
+        if layout == "rank":
+            targets = topk_idx // case.experts_per_rank
+            copies = jnp.any(targets[:, :, None] == jnp.arange(num_ranks), axis=1).sum(1)[:, None]
+        return wrong, (y != x * copies).sum(), handle.num_rows
+
+    with make_group(case, max_row_bytes=hidden * 4) as group:
+        results = jax.jit(run.per_rank(group, f))(np.arange(num_ranks, dtype=np.int32))
+        wrong_rows, wrong_sums, num_rows = map(np.asarray, results)
+        group.check()
+    assert not wrong_rows.any() and not wrong_sums.any(), (wrong_rows, wrong_sums)
+    if layout == "expert":
+        assert num_rows.sum() == num_ranks * case.num_tokens * num_topk
+
+
+def with_odd_rank(rank, op, group, x, handle):
+    """A program in which `rank` runs `op` and all others a dispatch."""
+    def f(x, handle):
+        return jax.lax.cond(jax.lax.axis_index(run.AXIS) == rank, lambda: op(x, handle),
+                            lambda: jax_ep.dispatch(x, handle)[0].sum())
+
+    return jax.jit(run.per_rank(group, f, check_vma=False)).lower(x, handle).compile()
+
+
+def local_ranks():
+    return [i for i, device in enumerate(jax.devices())
+            if device.process_index == jax.process_index()]
+
+
+def ranks_with_numbers(program, *args):
+    """The local ranks whose result is a number; others have NaN, or the program has failed."""
+    try:
+        shards = program(*args).addressable_shards
+        return {shard.index[0].start for shard in shards if not np.isnan(shard.data).any()}
+    except jax.errors.JaxRuntimeError:
+        return set()
+
+
+@pytest.mark.parametrize("what", ["nothing", "combine"])
+def test_a_rank_that_does_something_else(what):
+    """An error in time that names it, and no wrong results; and then a new Group works."""
+    case = all_ranks()
+    if case.num_ranks == 1:
+        pytest.skip("needs two ranks")
+    last = case.num_ranks - 1
+    op = {"nothing": lambda x, handle: 0 * x.sum(),
+          "combine": lambda x, handle: jax_ep.combine(
+              jnp.ones((*case.row_dims, 8)), handle).sum()}[what]
+    victims = set(local_ranks()) - ({last} if what == "nothing" else set())
+    x, topk_idx = inputs(case)
+    with make_group(case, timeout_s=TIMEOUT_S) as group:
+        handle = jax.jit(run.per_rank(group, functools.partial(run.prepare, group, case)))(topk_idx)
+        program = with_odd_rank(last, op, group, x, handle)
+        everyone()
+        start = time.monotonic()
+        assert not victims & ranks_with_numbers(program, x, handle)
+        assert time.monotonic() - start < TIMEOUT_S + 5
+        if victims:
+            with pytest.raises(RuntimeError) as info:
+                group.check()
+            parts = ["on axis", run.AXIS, "must be closed"]
+            if what == "nothing":
+                parts += ["jax_ep dispatch", f"rank {last}", f"{TIMEOUT_S:g} s"]
+            for part in parts:
+                assert part in str(info.value), f"{part!r} missing in: {info.value}"
+            with pytest.raises(jax.errors.JaxRuntimeError, match="must be closed"):
+                jax.block_until_ready(program(x, handle))
+        everyone()
+    with make_group(case) as group:
+        check(case, x, topk_idx, *program_of(group, case)(x, topk_idx))
+
+
+def test_wrong_choice_is_reported():
+    case = all_ranks()
+    topk_idx = cases.routing("uniform", case)
+    topk_idx[0, 0, 0] = case.num_experts
+    with make_group(case, timeout_s=TIMEOUT_S) as group:
+        program = jax.jit(run.per_rank(group, functools.partial(run.prepare, group, case)))
+        try:
+            jax.block_until_ready(program(topk_idx))
+        except jax.errors.JaxRuntimeError as error:
+            assert "topk_idx" in str(error)
+        if 0 in local_ranks():
+            with pytest.raises(RuntimeError, match=f"rank 0 has a topk_idx of {case.num_experts}"):
+                group.check()
+        everyone()
