@@ -1,0 +1,62 @@
+"""The CUDA module on a machine without a GPU, or a driver: it imports, and says what is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jax_ep import backends
+
+pytestmark = pytest.mark.skipif(not backends.has_cuda(), reason="built without CUDA")
+
+SIZES = dict(num_ranks=8, num_experts=256, num_topk=8, max_tokens_per_rank=4096,
+             max_row_bytes=7168 * 2)
+
+
+@pytest.fixture
+def module():
+    from jax_ep._native import _cuda
+
+    return _cuda
+
+
+def test_imports_without_a_gpu():
+    """In a process that sees none, whether there is a driver or not; and needs no CUDA library."""
+    code = """
+from jax_ep._native import _cuda
+machine = _cuda.machine_info()
+assert machine["devices"] == [] and machine["obstacle"], machine
+assert machine["runtime_version"] >= 12000, machine
+libraries = {line.split("/")[-1] for line in open("/proc/self/maps")}
+assert not any("libcudart" in library for library in libraries), libraries
+"""
+    subprocess.run([sys.executable, "-c", code], check=True,
+                   env={"PATH": "", "CUDA_VISIBLE_DEVICES": "",
+                        "PYTHONPATH": ":".join(p for p in sys.path if p)})
+
+
+def test_targets(module):
+    assert list(module.targets()) == [f"jax_ep_cuda_{op}" for op in ("prepare", "dispatch",
+                                                                     "combine")]
+
+
+def test_workspace_bytes(module):
+    """8 ranks, 4096 tokens, hidden 7168, bfloat16: no more than 600 MB."""
+    num_bytes = module.workspace_bytes(**SIZES)
+    assert num_bytes <= 600e6
+    assert num_bytes % (2 << 20) == 0
+    assert module.workspace_bytes(**SIZES | {"max_tokens_per_rank": 8192}) > num_bytes
+
+
+def test_groups_that_are_not_open(module):
+    with pytest.raises(RuntimeError, match="12345 is not open"):
+        module.connect_group(id=12345, device=0, handles=[], num_sms=1)
+    assert module.check_group(12345) is None
+    module.disconnect_group(12345)
+    module.close_group(12345)
+
+
+def test_too_many_ranks(module):
+    with pytest.raises(RuntimeError, match="at most 72 ranks, got 73"):
+        module.open_group(id=1, device=0, axis="expert", rank=0, timeout_s=1.0,
+                          **SIZES | {"num_ranks": 73})
