@@ -196,8 +196,14 @@ def apply(
         # The reshape leaves alone what is on one device only, and the second call what is placed.
         return jax.sharding.reshard(jax.lax.reshape(value, shape, out_sharding=sharding), sharding)
 
+    def per_device(*args):
+        return _per_device(config, *args)
+
+    if context.manual_axes:
+        # JAX cannot shard what a nested shard_map saves for the backward pass, except its inputs.
+        per_device = jax.checkpoint(per_device)
     run = jax.shard_map(
-        lambda *args: _per_device(config, *args),
+        per_device,
         mesh=mesh,
         axis_names=set(free),
         in_specs=(specs, tokens, P()),
