@@ -22,20 +22,31 @@ constexpr int kTile = 8;  // tokens of each rank that become ready together
 constexpr int kPushBarrier = 1;
 constexpr int kMaxTopk = 64;
 constexpr int kMaxTerms = kMaxTopk + kMaxRanks;
-constexpr int kBatch = 4;  // terms loaded before the first is added
+constexpr int kVectors = 3;  // of a lane that are summed at a time
 
-// A row that enters a sum.
+// A row that enters a sum. The last of a rank, after which the partial sum is rounded, is marked in
+// the top bit of the address, which is otherwise zero.
+template <typename Acc>
 struct Term {
-  const std::byte* row;
-  double weight;
-  bool ends_rank;  // the last of its rank, whose partial sum is rounded then
+  uint64_t marked_row;
+  Acc weight;
+
+  static constexpr uint64_t kEndsRank = uint64_t{1} << 63;
+  __device__ const std::byte* row() const {
+    return reinterpret_cast<const std::byte*>(marked_row & ~kEndsRank);
+  }
+  __device__ bool ends_rank() const { return (marked_row & kEndsRank) != 0; }
 };
 
-// The terms of one token, as one warp sees them. A lane stands for the pairs k = lane and
-// lane + 32.
+// The terms of one token, rows of dtype T, as one warp sees them. A lane stands for the pairs
+// k = lane and lane + 32.
+template <typename T>
 class Terms {
  public:
-  __device__ Terms(const MoveArgs& args, Term* terms) : args_(args), terms_(terms) {}
+  using Acc = typename T::Acc;
+  using Storage = typename T::Storage;
+
+  __device__ Terms(const MoveArgs& args, Term<Acc>* storage) : args_(args), terms_(storage) {}
 
   // This rank's rows for a token whose pairs have these slots here, with their weights.
   __device__ void AddLocal(const Leaf& leaf, const int32_t (&slots)[2], bool once) {
@@ -46,7 +57,8 @@ class Terms {
       if (once && mine != 0) mine = count_ == before ? mine & -mine : 0;
       if (mine >> lane & 1) {
         terms_[count_ + __popc(mine & ((1u << lane) - 1))] = {
-            leaf.rows + slots[half] * leaf.row_bytes, Weight(slots[half]), false};
+            reinterpret_cast<uint64_t>(leaf.rows + slots[half] * leaf.row_bytes),
+            Weight(slots[half])};
       }
       count_ += __popc(mine);
     }
@@ -54,7 +66,9 @@ class Terms {
   }
 
   __device__ void AddPartial(const std::byte* row) {
-    if (threadIdx.x % 32 == 0) terms_[count_] = {row, 1.0, true};
+    if (threadIdx.x % 32 == 0) {
+      terms_[count_] = {reinterpret_cast<uint64_t>(row) | Term<Acc>::kEndsRank, 1};
+    }
     ++count_;
     __syncwarp();
   }
@@ -64,94 +78,103 @@ class Terms {
     count_ = 0;
   }
 
-  // Writes the sum of the rows, all of `leaf`'s dtype, to `out`.
+  // Writes the sum of the rows to `out`.
   __device__ void Sum(const Leaf& leaf, std::byte* out) const {
-    switch (leaf.dtype) {
-      case DType::kF32: return SumAs<F32>(leaf, out);
-      case DType::kF64: return SumAs<F64>(leaf, out);
-      case DType::kBF16: return SumAs<BF16>(leaf, out);
-      case DType::kF16: return SumAs<F16>(leaf, out);
-      case DType::kF8E4M3FN: return SumAs<F8E4M3FN>(leaf, out);
-      case DType::kF8E5M2: return SumAs<F8E5M2>(leaf, out);
+    // At most 8 elements, whose sums fit in registers.
+    using Vector = std::conditional_t<sizeof(Storage) == 1, uint2, uint4>;
+    if ((reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(leaf.rows) |
+         static_cast<uintptr_t>(leaf.row_bytes)) % 16 == 0) {
+      SumVectors<Vector>(leaf.row_bytes / sizeof(Vector), out);
+    } else {
+      SumVectors<Storage>(leaf.row_bytes / sizeof(Storage), out);
     }
   }
 
  private:
-  __device__ double Weight(int32_t slot) const {
-    if (args_.row_weights == nullptr) return 1.0;
+  __device__ Acc Weight(int32_t slot) const {
+    if (args_.row_weights == nullptr) return 1;
     if (args_.weight_dtype == DType::kF64) {
-      return reinterpret_cast<const double*>(args_.row_weights)[slot];
+      return static_cast<Acc>(reinterpret_cast<const double*>(args_.row_weights)[slot]);
     }
     return reinterpret_cast<const float*>(args_.row_weights)[slot];
   }
 
   __device__ void EndRank() {
     __syncwarp();
-    if (count_ > 0 && threadIdx.x % 32 == 0) terms_[count_ - 1].ends_rank = true;
+    if (count_ > 0 && threadIdx.x % 32 == 0) {
+      terms_[count_ - 1].marked_row |= Term<Acc>::kEndsRank;
+    }
     __syncwarp();
   }
 
-  template <typename T>
-  __device__ void SumAs(const Leaf& leaf, std::byte* out) const {
-    if ((reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(leaf.rows) |
-         static_cast<uintptr_t>(leaf.row_bytes)) % 16 == 0) {
-      SumVectors<T, uint4>(leaf.row_bytes / 16, out);
-    } else {
-      SumVectors<T, typename T::Storage>(leaf.row_bytes / sizeof(typename T::Storage), out);
-    }
-  }
-
-  template <typename T, typename Vector>
+  // Every lane sums its own vectors of the row, kVectors at a time, term by term; the vectors of the
+  // next term are on their way while one is added.
+  template <typename Vector>
   __device__ void SumVectors(int64_t count, std::byte* out) const {
-    using Acc = typename T::Acc;
-    using Storage = typename T::Storage;
     constexpr int kElements = sizeof(Vector) / sizeof(Storage);
-    for (int64_t index = threadIdx.x % 32; index < count; index += 32) {
-      Acc total[kElements] = {};
-      Acc partial[kElements] = {};
-      for (int32_t first = 0; first < count_; first += kBatch) {
-        Vector loaded[kBatch];
+    for (int64_t base = threadIdx.x % 32; base < count; base += 32 * kVectors) {
+      Acc total[kVectors][kElements] = {};
+      Acc partial[kVectors][kElements] = {};
+      auto load = [&](int32_t t, Vector (&to)[kVectors]) {
+        if (t >= count_) return;
+        const auto* row = reinterpret_cast<const Vector*>(terms_[t].row()) + base;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (first + i < count_) {
-            loaded[i] = Load(reinterpret_cast<const Vector*>(terms_[first + i].row) + index);
-          }
+        for (int v = 0; v < kVectors; ++v) {
+          if (base + v * 32 < count) to[v] = Load(row + v * 32);
         }
+      };
+      auto add = [&](int32_t t, const Vector (&from)[kVectors]) {
+        if (t >= count_) return;
+        const Acc weight = terms_[t].weight;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (first + i >= count_) break;
-          const Term& term = terms_[first + i];
-          const Acc weight = static_cast<Acc>(term.weight);
+        for (int v = 0; v < kVectors; ++v) {
           Storage elements[kElements];
-          memcpy(elements, &loaded[i], sizeof(Vector));
+          memcpy(elements, &from[v], sizeof(Vector));
 #pragma unroll
           for (int e = 0; e < kElements; ++e) {
             // With weight 1 this is the plain sum: the product is exact.
             if constexpr (std::is_same_v<Acc, float>) {
-              partial[e] = __fmaf_rn(weight, T::Load(elements[e]), partial[e]);
+              partial[v][e] = __fmaf_rn(weight, T::Load(elements[e]), partial[v][e]);
             } else {
-              partial[e] = __fma_rn(weight, T::Load(elements[e]), partial[e]);
+              partial[v][e] = __fma_rn(weight, T::Load(elements[e]), partial[v][e]);
             }
           }
-          if (!term.ends_rank) continue;
+        }
+        if (!terms_[t].ends_rank()) return;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
           for (int e = 0; e < kElements; ++e) {
-            total[e] += T::Load(T::Round(partial[e]));
-            partial[e] = 0;
+            total[v][e] += T::Load(T::Round(partial[v][e]));
+            partial[v][e] = 0;
           }
         }
+      };
+      // Two sets of registers, each with its own load instructions: waiting for one set is not
+      // waiting for the other.
+      Vector even[kVectors];
+      Vector odd[kVectors];
+      load(0, even);
+      for (int32_t t = 0; t < count_; t += 2) {
+        load(t + 1, odd);
+        add(t, even);
+        load(t + 2, even);
+        add(t + 1, odd);
       }
-      Storage elements[kElements];
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) elements[e] = T::Round(total[e]);
-      Vector result;
-      memcpy(&result, elements, sizeof(Vector));
-      Store(reinterpret_cast<Vector*>(out) + index, result);
+      for (int v = 0; v < kVectors; ++v) {
+        Storage elements[kElements];
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) elements[e] = T::Round(total[v][e]);
+        Vector result;
+        memcpy(&result, elements, sizeof(Vector));
+        if (base + v * 32 < count) Store(reinterpret_cast<Vector*>(out) + base + v * 32, result);
+      }
     }
   }
 
   const MoveArgs& args_;
-  Term* const terms_;
+  Term<Acc>* const terms_;
   int32_t count_ = 0;
 };
 
@@ -180,13 +203,14 @@ __device__ const std::byte* LocalValue(const MoveArgs& args, int32_t slot, int32
 }
 
 // Sums this rank's rows for token `token` of rank `source` and puts them there.
-__device__ void PushToken(const MoveArgs& args, Term* storage, int32_t source, int32_t token) {
+template <typename T>
+__device__ void PushToken(const MoveArgs& args, Term<typename T::Acc>* storage, int32_t source, int32_t token) {
   int32_t slots[2];
   RecvSlots(args, source, token, slots);
   if (!__any_sync(~0u, slots[0] != kNoSlot || slots[1] != kNoSlot)) return;
   std::byte* const staged = StagedRow(args, source, args.common.workspace.rank, token);
   const bool once = args.common.shape.layout == Layout::kRank;
-  Terms terms(args, storage);
+  Terms<T> terms(args, storage);
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     const Leaf& leaf = args.leaves[i];
     terms.Clear();
@@ -202,7 +226,8 @@ __device__ void PushToken(const MoveArgs& args, Term* storage, int32_t source, i
   }
 }
 
-__device__ void Push(const MoveArgs& args, Operation& operation, Term* storage, int warp) {
+template <typename T>
+__device__ void Push(const MoveArgs& args, Operation& operation, Term<typename T::Acc>* storage, int warp) {
   const Workspace& workspace = args.common.workspace;
   const int32_t num_ranks = operation.num_ranks();
   const int32_t max_tokens = args.common.shape.max_tokens_per_rank;
@@ -212,7 +237,7 @@ __device__ void Push(const MoveArgs& args, Operation& operation, Term* storage, 
       const int32_t source = (workspace.rank + turn) % num_ranks;
       for (int32_t token = first + warp; token < min(first + kTile, max_tokens);
            token += kPushWarps) {
-        PushToken(args, storage, source, token);
+        PushToken<T>(args, storage, source, token);
       }
     }
     ++count;
@@ -224,7 +249,8 @@ __device__ void Push(const MoveArgs& args, Operation& operation, Term* storage, 
 }
 
 // Adds up the partial sums of one of this rank's own tokens.
-__device__ void ReduceToken(const MoveArgs& args, Operation& operation, Term* storage,
+template <typename T>
+__device__ void ReduceToken(const MoveArgs& args, Operation& operation, Term<typename T::Acc>* storage,
                             int32_t token) {
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
@@ -259,7 +285,7 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Term* st
   good = __shfl_sync(~0u, good && !operation.Failed(), 0);
   __syncwarp();
 
-  Terms terms(args, storage);
+  Terms<T> terms(args, storage);
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     const Leaf& leaf = args.leaves[i];
     std::byte* const out = leaf.tokens + token * leaf.row_bytes;
@@ -296,8 +322,9 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Term* st
   }
 }
 
+template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ MoveArgs args) {
-  extern __shared__ Term storage[];
+  extern __shared__ __align__(16) std::byte shared[];
   const Workspace& workspace = args.common.workspace;
   const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
                         static_cast<uint32_t>(args.num_leaves);
@@ -305,26 +332,47 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
   operation.Enter();
 
   const int warp = threadIdx.x / 32;
-  Term* const terms = storage + warp * kMaxTerms;
+  auto* const storage = reinterpret_cast<Term<typename T::Acc>*>(shared) + warp * kMaxTerms;
   if (warp < kPushWarps) {
-    Push(args, operation, terms, warp);
+    Push<T>(args, operation, storage, warp);
   } else {
     for (int32_t token = static_cast<int32_t>(blockIdx.x) * kReduceWarps + warp - kPushWarps;
          token < args.common.num_tokens; token += gridDim.x * kReduceWarps) {
-      ReduceToken(args, operation, terms, token);
+      ReduceToken<T>(args, operation, storage, token);
     }
   }
   operation.Leave();
+}
+
+using Kernel = void (*)(MoveArgs);
+
+Kernel Choose(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return CombineKernel<F32>;
+    case DType::kF64: return CombineKernel<F64>;
+    case DType::kBF16: return CombineKernel<BF16>;
+    case DType::kF16: return CombineKernel<F16>;
+    case DType::kF8E4M3FN: return CombineKernel<F8E4M3FN>;
+    case DType::kF8E5M2: return CombineKernel<F8E5M2>;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 Status Combine(cudaStream_t stream, const MoveArgs& args) {
   constexpr int64_t kSharedBytes =
-      static_cast<int64_t>(sizeof(Term)) * kMaxTerms * (kPushWarps + kReduceWarps);
-  return Launch(CombineKernel, args.common.workspace.num_sms, kThreads, kSharedBytes, stream, args);
+      static_cast<int64_t>(sizeof(Term<double>)) * kMaxTerms * (kPushWarps + kReduceWarps);
+  return Launch(Choose(args.dtype), args.common.workspace.num_sms, kThreads, kSharedBytes, stream,
+                args);
 }
 
-Status LoadCombine() { return Load(CombineKernel); }
+Status LoadCombine() {
+  for (const DType dtype : {DType::kF32, DType::kF64, DType::kBF16, DType::kF16, DType::kF8E4M3FN,
+                            DType::kF8E5M2}) {
+    if (Status status = Load(Choose(dtype)); !status.ok()) return status;
+  }
+  return Status();
+}
 
 }  // namespace jax_ep::cuda

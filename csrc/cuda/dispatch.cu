@@ -1,23 +1,33 @@
+#include <algorithm>
+
 #include "csrc/core/slots.h"
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/mover.cuh"
 #include "csrc/cuda/signal.cuh"
 
 // Every rank puts its tokens into its own workspace, and pulls those that it needs from the others:
-// each once over the link, then to all its rows. Some warps of a block stage (and zero the rows
-// without a source), the others pull, tile by tile behind the stagers of all ranks.
+// each once over the link, then to all its rows. Some warps of a block stage, the others pull, tile
+// by tile behind the stagers of all ranks.
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kStageWarps = 4;
-constexpr int kPullWarps = 12;
-constexpr int kStageThreads = kStageWarps * 32;
-constexpr int kThreads = (kStageWarps + kPullWarps) * 32;
 constexpr int kTile = 8;  // tokens that become ready together
 constexpr int kStageBarrier = 1;
 
-__device__ void Stage(const MoveArgs& args, Operation& operation, int warp) {
+template <typename Mover>
+__device__ void MoveRow(Mover& mover, const std::byte* from, int64_t bytes, std::byte* to) {
+  for (int64_t offset = 0; offset < bytes; offset += Mover::kMaxBytes) {
+    const int64_t left = bytes - offset;
+    mover.Move(from + offset, left < Mover::kMaxBytes ? left : Mover::kMaxBytes,
+               to == nullptr ? nullptr : to + offset);
+  }
+}
+
+template <typename Mover>
+__device__ void Stage(const MoveArgs& args, Operation& operation, Mover& mover, int warp) {
+  constexpr int kThreads = Mover::kStageWarps * 32;
   const Workspace& workspace = args.common.workspace;
   const int32_t num_topk = args.common.shape.num_topk;
   const int32_t lane = threadIdx.x % 32;
@@ -26,12 +36,12 @@ __device__ void Stage(const MoveArgs& args, Operation& operation, int warp) {
   int32_t count = 0;
   for (int32_t first = blockIdx.x * kTile; first < num_tokens; first += gridDim.x * kTile) {
     for (int32_t token = first + warp; token < min(first + kTile, num_tokens);
-         token += kStageWarps) {
+         token += Mover::kStageWarps) {
       std::byte* const row = staging + token * args.staging_row_bytes;
       for (int32_t i = 0; i < args.num_leaves; ++i) {
         const Leaf& leaf = args.leaves[i];
-        CopyRow(row + leaf.staging_offset, 0, 1, 0, leaf.tokens + token * leaf.row_bytes,
-                leaf.row_bytes);
+        MoveRow(mover, leaf.tokens + token * leaf.row_bytes, leaf.row_bytes,
+                lane == 0 ? row + leaf.staging_offset : nullptr);
       }
       if (args.values.tokens == nullptr) continue;
       for (int32_t k = lane; k < num_topk; k += 32) {
@@ -40,20 +50,148 @@ __device__ void Stage(const MoveArgs& args, Operation& operation, int warp) {
                   args.values.bytes);
       }
     }
+    mover.Finish();
     ++count;
-    ptx::NamedBarrier(kStageBarrier, kStageThreads);
-    for (int32_t peer = warp * 32 + lane; peer < operation.num_ranks(); peer += kStageThreads) {
+    ptx::NamedBarrier(kStageBarrier, kThreads);
+    for (int32_t peer = warp * 32 + lane; peer < operation.num_ranks(); peer += kThreads) {
       if (peer != workspace.rank) operation.Ready(peer, count);
     }
   }
 }
 
+// The rows of a token of some rank on this one. A lane stands for the pairs k = lane and lane + 32.
+struct Placement {
+  int32_t slots[2];
+  uint32_t mine[2];  // the lanes whose pair has a row here
+
+  __device__ Placement(const MoveArgs& args, int32_t source, int32_t token) {
+    const Shape& shape = args.common.shape;
+    const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
+    for (int half = 0; half < 2; ++half) {
+      const int32_t k = half * 32 + threadIdx.x % 32;
+      slots[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
+      mine[half] = __ballot_sync(~0u, slots[half] != kNoSlot);
+    }
+  }
+
+  __device__ bool Any() const { return (mine[0] | mine[1]) != 0; }
+
+  // The row that this lane's pair fills, or kNoSlot. In layout rank the first pair fills the row
+  // that all of the token's pairs share.
+  __device__ int32_t Row(int half, bool by_token) const {
+    const uint32_t lane_bit = 1u << (threadIdx.x % 32);
+    const uint32_t first = half == 0 ? mine[0] & -mine[0] : mine[0] != 0 ? 0 : mine[1] & -mine[1];
+    return ((by_token ? first : mine[half]) & lane_bit) != 0 ? slots[half] : kNoSlot;
+  }
+};
+
+// A token of some rank.
+struct Token {
+  int32_t source;
+  int32_t token;
+};
+
+// Brings a token to its rows here.
+template <typename Mover>
+__device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mover,
+                          const Token& from, const Placement& placement) {
+  const Workspace& workspace = args.common.workspace;
+  const int32_t num_topk = args.common.shape.num_topk;
+  const int32_t lane = threadIdx.x % 32;
+  const bool by_token = args.common.shape.layout == Layout::kRank;
+  const bool own = from.source == workspace.rank;
+  const std::byte* const staged = workspace.base[from.source] +
+                                  workspace.layout.staging_offset() +
+                                  from.token * args.staging_row_bytes;
+  bool good = !operation.Failed();
+  if (!own) {
+    const int32_t tile = from.token / kTile;
+    if (lane == 0) {
+      good = operation.WaitReady(from.source, tile % gridDim.x, tile / gridDim.x + 1);
+      ptx::FenceProxyAsync();
+    }
+    good = __shfl_sync(~0u, good, 0);
+    __syncwarp();
+  }
+
+  // The values arrive while the rows are moved.
+  const PairValues& values = args.values;
+  const std::byte* const token_values =
+      own ? values.tokens + int64_t{from.token} * num_topk * values.bytes
+          : staged + values.staging_offset;
+  uint64_t value[2] = {};
+  for (int half = 0; half < 2; ++half) {
+    if (values.rows == nullptr || placement.slots[half] == kNoSlot) continue;
+    value[half] = good ? LoadValue(token_values + (half * 32 + lane) * values.bytes, values.bytes)
+                       : ~uint64_t{0};
+  }
+
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = placement.Row(half, by_token);
+    if (!__any_sync(~0u, row >= 0)) continue;
+    for (int32_t i = 0; i < args.num_leaves; ++i) {
+      const Leaf& leaf = args.leaves[i];
+      std::byte* const to = row >= 0 ? leaf.rows + row * leaf.row_bytes : nullptr;
+      if (good) {
+        MoveRow(mover, own ? leaf.tokens + from.token * leaf.row_bytes : staged + leaf.staging_offset,
+                leaf.row_bytes, to);
+      } else if (to != nullptr) {
+        for (int64_t j = 0; j < leaf.row_bytes; ++j) to[j] = static_cast<std::byte>(0xff);
+      }
+    }
+  }
+
+  if (values.rows == nullptr) return;
+  // In layout rank a row has all K values, zero for experts elsewhere.
+  const int some = placement.mine[0] != 0 ? 0 : 1;
+  const int64_t shared_row =
+      __shfl_sync(~0u, placement.slots[some], __ffs(placement.mine[some]) - 1);
+  for (int half = 0; half < 2; ++half) {
+    const int32_t k = half * 32 + lane;
+    const bool has_row = placement.slots[half] != kNoSlot;
+    if (k >= num_topk || !(has_row || by_token)) continue;
+    const int64_t index = by_token ? shared_row * num_topk + k : placement.slots[half];
+    StoreValue(values.rows + index * values.bytes, value[half], values.bytes);
+  }
+}
+
+// Goes through the tokens of all ranks in the order in which they become ready, the ranks in turn,
+// beginning after this one so that not all ranks pull from the same.
+template <typename Mover>
+__device__ void Pull(const MoveArgs& args, Operation& operation, Mover& mover, int warp) {
+  const int32_t num_ranks = operation.num_ranks();
+  const int64_t tasks = int64_t{num_ranks} * args.common.shape.max_tokens_per_rank;
+  const int64_t stride = int64_t{gridDim.x} * Mover::kPullWarps;
+  auto get = [&](int64_t task) -> Token {
+    const int32_t turn = static_cast<int32_t>(task % num_ranks);
+    return {(args.common.workspace.rank + 1 + turn) % num_ranks,
+            static_cast<int32_t>(task / num_ranks)};
+  };
+  int64_t task = int64_t{blockIdx.x} * Mover::kPullWarps + warp;
+  if (task >= tasks) return;
+  Token token = get(task);
+  Placement placement(args, token.source, token.token);
+  while (true) {
+    // The next token's slots arrive while this one is moved.
+    task += stride;
+    const bool last = task >= tasks;
+    const Token next = last ? token : get(task);
+    const Placement next_placement(args, next.source, next.token);
+    if (placement.Any()) PullToken(args, operation, mover, token, placement);
+    if (last) break;
+    token = next;
+    placement = next_placement;
+  }
+  mover.Finish();
+}
+
 // Zeroes the rows that no token fills.
-__device__ void ZeroRows(const MoveArgs& args, int warp) {
+__device__ void ZeroRows(const MoveArgs& args) {
   const Shape& shape = args.common.shape;
   const int32_t values_per_row = shape.layout == Layout::kRank ? shape.num_topk : 1;
-  for (int64_t row = int64_t{blockIdx.x} * kStageWarps + warp; row < shape.num_rows();
-       row += int64_t{gridDim.x} * kStageWarps) {
+  const int32_t warps = blockDim.x / 32;
+  for (int64_t row = int64_t{blockIdx.x} * warps + threadIdx.x / 32; row < shape.num_rows();
+       row += int64_t{gridDim.x} * warps) {
     if (args.row_source[row] >= 0) continue;
     for (int32_t i = 0; i < args.num_leaves; ++i) {
       const Leaf& leaf = args.leaves[i];
@@ -66,74 +204,13 @@ __device__ void ZeroRows(const MoveArgs& args, int warp) {
   }
 }
 
-// Brings token `token` of rank `source` to its rows here, if it has any.
-__device__ void PullToken(const MoveArgs& args, Operation& operation, int32_t source,
-                          int32_t token) {
-  const Workspace& workspace = args.common.workspace;
-  const Shape& shape = args.common.shape;
-  const int32_t num_topk = shape.num_topk;
-  const int32_t lane = threadIdx.x % 32;
-  const bool by_token = shape.layout == Layout::kRank;
-  const int32_t* const slots =
-      args.recv_slots +
-      (int64_t{source} * shape.max_tokens_per_rank + token) * num_topk;
+template <typename Mover>
+constexpr int kThreads = (Mover::kStageWarps + Mover::kPullWarps) * 32;
 
-  const bool own = source == workspace.rank;
-  const std::byte* const staged = workspace.base[source] + workspace.layout.staging_offset() +
-                                  token * args.staging_row_bytes;
-  bool waited = own;
-  bool good = true;
-  bool first = true;
-  for (int32_t begin = 0; begin < num_topk; begin += 32) {
-    const int32_t k = begin + lane;
-    const int32_t slot = k < num_topk ? slots[k] : kNoSlot;
-    const uint32_t mine = __ballot_sync(~0u, slot != kNoSlot);
-    if (mine == 0) continue;
-    if (!waited) {
-      const int32_t tile = token / kTile;
-      if (lane == 0) good = operation.WaitReady(source, tile % gridDim.x, tile / gridDim.x + 1);
-      good = __shfl_sync(~0u, good, 0);
-      __syncwarp();
-      waited = true;
-    }
-    // In layout rank the pairs share one row.
-    const uint32_t targets = !by_token ? mine : first ? (mine & -mine) : 0;
-    for (int32_t i = 0; i < args.num_leaves; ++i) {
-      const Leaf& leaf = args.leaves[i];
-      const std::byte* const from =
-          own ? leaf.tokens + token * leaf.row_bytes : staged + leaf.staging_offset;
-      if (good) {
-        CopyRow(leaf.rows, leaf.row_bytes, targets, slot, from, leaf.row_bytes);
-      } else {
-        for (uint32_t left = targets; left != 0; left &= left - 1) {
-          const int64_t row = __shfl_sync(~0u, slot, __ffs(left) - 1);
-          FillRow(leaf.rows + row * leaf.row_bytes, leaf.row_bytes, 0xff);
-        }
-      }
-    }
-    if (args.values.rows != nullptr) {
-      const int32_t bytes = args.values.bytes;
-      if (by_token && first) {  // the row's other k have no value here
-        const int64_t row = __shfl_sync(~0u, slot, __ffs(mine) - 1);
-        FillRow(args.values.rows + row * num_topk * bytes, int64_t{num_topk} * bytes, 0);
-        __syncwarp();
-      }
-      if (slot != kNoSlot) {
-        const std::byte* const from =
-            own ? args.values.tokens + (int64_t{token} * num_topk + k) * bytes
-                : staged + args.values.staging_offset + k * bytes;
-        std::byte* const to =
-            args.values.rows + (by_token ? int64_t{slot} * num_topk + k : int64_t{slot}) * bytes;
-        for (int32_t i = 0; i < bytes && !good; ++i) to[i] = static_cast<std::byte>(0xff);
-        if (good) CopyValue(to, from, bytes);
-      }
-    }
-    first = false;
-  }
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
+template <typename Mover>
+__global__ void __launch_bounds__(kThreads<Mover>, 1)
     DispatchKernel(const __grid_constant__ MoveArgs args) {
+  extern __shared__ __align__(128) std::byte shared[];
   const Shape& shape = args.common.shape;
   const Workspace& workspace = args.common.workspace;
   const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
@@ -142,29 +219,43 @@ __global__ void __launch_bounds__(kThreads, 1)
   operation.Enter();
 
   const int warp = threadIdx.x / 32;
-  if (warp < kStageWarps) {
-    if (shape.num_ranks > 1) Stage(args, operation, warp);
-    ZeroRows(args, warp);
+  Mover mover(shared, warp);
+  if (warp < Mover::kStageWarps) {
+    if (shape.num_ranks > 1) Stage(args, operation, mover, warp);
   } else {
-    // Tokens in the order in which they become ready, the ranks in turn, beginning after this one
-    // so that not all ranks pull from the same.
-    const int64_t tasks = int64_t{shape.num_ranks} * shape.max_tokens_per_rank;
-    for (int64_t task = int64_t{blockIdx.x} * kPullWarps + warp - kStageWarps; task < tasks;
-         task += int64_t{gridDim.x} * kPullWarps) {
-      const int32_t token = static_cast<int32_t>(task / shape.num_ranks);
-      const int32_t turn = static_cast<int32_t>(task % shape.num_ranks);
-      PullToken(args, operation, (workspace.rank + 1 + turn) % shape.num_ranks, token);
-    }
+    Pull(args, operation, mover, warp - Mover::kStageWarps);
   }
+  ZeroRows(args);
   operation.Leave();
+}
+
+template <typename Mover>
+Status LaunchWith(cudaStream_t stream, const MoveArgs& args) {
+  constexpr int64_t kSharedBytes =
+      Mover::kSharedBytesPerWarp * (Mover::kStageWarps + Mover::kPullWarps);
+  return Launch(DispatchKernel<Mover>, args.common.workspace.num_sms, kThreads<Mover>,
+                kSharedBytes, stream, args);
 }
 
 }  // namespace
 
 Status Dispatch(cudaStream_t stream, const MoveArgs& args) {
-  return Launch(DispatchKernel, args.common.workspace.num_sms, kThreads, 0, stream, args);
+  bool aligned = true;
+  for (int32_t i = 0; i < args.num_leaves; ++i) {
+    const Leaf& leaf = args.leaves[i];
+    aligned = aligned && (reinterpret_cast<uintptr_t>(leaf.tokens) |
+                          reinterpret_cast<uintptr_t>(leaf.rows) |
+                          static_cast<uintptr_t>(leaf.row_bytes)) % 16 == 0;
+  }
+  return aligned && HasBulkCopies() ? LaunchWith<BulkMover>(stream, args)
+                                    : LaunchWith<VectorMover>(stream, args);
 }
 
-Status LoadDispatch() { return Load(DispatchKernel); }
+Status LoadDispatch() {
+  if (HasBulkCopies()) {
+    if (Status status = Load(DispatchKernel<BulkMover>); !status.ok()) return status;
+  }
+  return Load(DispatchKernel<VectorMover>);
+}
 
 }  // namespace jax_ep::cuda

@@ -42,7 +42,6 @@ struct Leaf {
   std::byte* rows = nullptr;
   int64_t row_bytes = 0;
   int64_t staging_offset = 0;  // in a staged row
-  DType dtype = DType::kF32;  // combine only
 };
 
 // One value a pair: [T, K] of tokens, [rows] ([rows, K] in layout rank) of rows; or nothing.
@@ -62,6 +61,7 @@ struct MoveArgs {
   const int32_t* recv_slots = nullptr;    // [R, max_tokens_per_rank, K]
   Leaf leaves[kMaxLeaves];
   int32_t num_leaves = 0;
+  DType dtype = DType::kF32;              // of all leaves; combine only
   int64_t staging_row_bytes = 0;          // of this payload, a multiple of 16
   PairValues values;
   // combine only: weights by which rows enter their sums, [rows]; or null.

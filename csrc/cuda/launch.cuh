@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdlib>
 #include <string>
 
 #include "csrc/cuda/kernels.h"
@@ -22,6 +23,21 @@ int64_t MaxSharedBytes(Kernel kernel) {
     return 0;
   }
   return limit - static_cast<int64_t>(attributes.sharedSizeBytes);
+}
+
+// Whether the current device has the tensor memory accelerator. JAX_EP_NO_TMA=1 says no, so that the
+// other path can be tested anywhere.
+inline bool HasBulkCopies() {
+  static const bool forbidden = [] {
+    const char* value = std::getenv("JAX_EP_NO_TMA");
+    return value != nullptr && value[0] != '\0' && value[0] != '0';
+  }();
+  int device = 0;
+  int major = 0;
+  return !forbidden && cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+             cudaSuccess &&
+         major >= 9;
 }
 
 // Loads `kernel` on the current device and lets it use all shared memory.

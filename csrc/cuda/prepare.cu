@@ -6,63 +6,43 @@
 #include "csrc/cuda/signal.cuh"
 
 // Every rank sends its topk_idx to all others, and then computes the rows of all pairs by itself: a
-// stable counting sort of the pairs, in the order (rank, token, k), by the expert or, in layout
-// rank, by the rank that they go to.
+// stable counting sort, in the order (rank, token, k), of the pairs by expert or, in layout rank, of
+// the tokens by the ranks that they go to.
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kBlocks = 32;
 constexpr int kMaxWarps = 16;
 
-// What a pair is sorted by; -1 for pairs that take no row of their own.
-struct Pair {
-  int32_t rank;   // source
-  int32_t token;
-  int32_t k;
-  int32_t expert;
-  int32_t key;
-  int32_t first_k;  // in layout rank, the pair whose row this one shares
-};
+// What is sorted by: the expert, or in layout rank the rank.
+JAX_EP_HOST_DEVICE int32_t NumKeys(const Shape& shape) {
+  return shape.layout == Layout::kRank ? shape.num_ranks : shape.num_experts;
+}
 
-class Sorter {
+// All ranks' indices, as they were sent to this one.
+class Indices {
  public:
-  __device__ Sorter(const PrepareArgs& args, const int32_t* first_token)
+  __device__ Indices(const PrepareArgs& args, const int32_t* first_token)
       : shape_(args.common.shape),
         topk_(reinterpret_cast<const int32_t*>(
             args.common.workspace.base[args.common.workspace.rank] +
             args.common.workspace.layout.topk_offset())),
         first_token_(first_token) {}
 
-  __device__ int32_t num_keys() const {
-    return shape_.layout == Layout::kRank ? shape_.num_ranks : shape_.num_experts;
+  // The rank and token, as Source has them, of token number `index` among all ranks' tokens.
+  __device__ Source Find(int32_t index) const {
+    int32_t rank = 0;
+    while (index >= first_token_[rank + 1]) ++rank;
+    return {rank, index - first_token_[rank], 0};
   }
 
-  // Pair number `index` among all ranks' pairs. `rank` is a lower bound of its rank.
-  __device__ Pair Get(int64_t index, int32_t rank) const {
-    const int32_t token = static_cast<int32_t>(index / shape_.num_topk);
-    Pair pair;
-    pair.k = static_cast<int32_t>(index % shape_.num_topk);
-    while (token >= first_token_[rank + 1]) ++rank;
-    pair.rank = rank;
-    pair.token = token - first_token_[rank];
-    const int32_t* experts =
-        topk_ + (int64_t{rank} * shape_.max_tokens_per_rank + pair.token) * shape_.num_topk;
-    pair.expert = __ldcg(experts + pair.k);
-    pair.key = pair.expert;
-    pair.first_k = pair.k;
-    if (shape_.layout == Layout::kRank && pair.expert >= 0) {
-      const int32_t target = shape_.rank_of_expert(pair.expert);
-      pair.key = target;
-      for (int32_t k = 0; k < pair.k; ++k) {
-        const int32_t other = __ldcg(experts + k);
-        if (other < 0 || shape_.rank_of_expert(other) != target) continue;
-        pair.key = -1;
-        pair.first_k = k;
-        break;
-      }
-    }
-    return pair;
+  // The entry of a pair in tables [R, max_tokens_per_rank, K].
+  __device__ int64_t Entry(const Source& source) const {
+    return (int64_t{source.rank} * shape_.max_tokens_per_rank + source.token) * shape_.num_topk +
+           source.k;
   }
+
+  __device__ int32_t Expert(const Source& source) const { return __ldcg(topk_ + Entry(source)); }
 
  private:
   const Shape& shape_;
@@ -106,6 +86,8 @@ __device__ void Clear(const PrepareArgs& args) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = start; i < shape.num_rows(); i += stride) args.row_source[i] = -1;
   if (shape.layout == Layout::kRank) {
+    const int64_t num_pairs = int64_t{args.common.num_tokens} * shape.num_topk;
+    for (int64_t i = start; i < num_pairs; i += stride) args.slots[i] = kNoSlot;
     for (int64_t i = start; i < shape.num_rows() * shape.num_topk; i += stride) {
       args.row_topk_idx[i] = -1;
     }
@@ -162,148 +144,256 @@ __device__ void PlaceExperts(const PrepareArgs& args, const int32_t* counts, int
   }
 }
 
-__global__ void __launch_bounds__(kMaxWarps * 32) PrepareKernel(const __grid_constant__ PrepareArgs args) {
+// A warp's share of all ranks' tokens, and its counter of each key in shared memory: first how
+// many it has, then the position of the next.
+struct Share {
+  int32_t begin;
+  int32_t end;
+  int32_t* counters;
+};
+
+// Layouts expert and padded: the pairs, sorted by expert. A lane stands for a pair.
+class PairSort {
+ public:
+  __device__ static void Count(const PrepareArgs& args, const Indices& indices,
+                               const Share& share) {
+    ForEach(args, indices, share, [&](const Source&, int32_t expert) {
+      if (expert >= 0) atomicAdd(&share.counters[expert], 1);
+    });
+  }
+
+  __device__ static void Place(const PrepareArgs& args, const Indices& indices,
+                               const Share& share, const int32_t* offsets) {
+    const Shape& shape = args.common.shape;
+    const int32_t rank = args.common.workspace.rank;
+    const int32_t lane = threadIdx.x % 32;
+    ForEach(args, indices, share, [&](const Source& source, int32_t expert) {
+      const uint32_t same = __match_any_sync(~0u, expert);
+      int32_t position = 0;
+      if (expert >= 0) position = share.counters[expert] + __popc(same & ((1u << lane) - 1));
+      __syncwarp();
+      if (expert >= 0 && lane == 31 - __clz(same)) share.counters[expert] += __popc(same);
+      __syncwarp();
+      if (source.rank < 0) return;
+      int32_t slot = kNoSlot;
+      if (expert >= 0) {
+        slot = PairSlot(shape, expert % shape.num_local_experts(), offsets[expert], position);
+      }
+      if (source.rank == rank) {
+        args.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
+      }
+      if (slot == kNoSlot || shape.rank_of_expert(expert) != rank) return;
+      args.row_source[slot] = EncodeSource(shape, source);
+      args.recv_slots[indices.Entry(source)] = slot;
+    });
+  }
+
+ private:
+  // Calls `visit` with 32 pairs at a time; lanes without one get rank and expert -1.
+  template <typename Visit>
+  __device__ static void ForEach(const PrepareArgs& args, const Indices& indices,
+                                 const Share& share, Visit visit) {
+    const int32_t num_topk = args.common.shape.num_topk;
+    const int64_t end = int64_t{share.end} * num_topk;
+    for (int64_t base = int64_t{share.begin} * num_topk; base < end; base += 32) {
+      const int64_t index = base + threadIdx.x % 32;
+      Source source{-1, 0, 0};
+      if (index < end) {
+        source = indices.Find(static_cast<int32_t>(index / num_topk));
+        source.k = static_cast<int32_t>(index % num_topk);
+      }
+      visit(source, index < end ? indices.Expert(source) : -1);
+    }
+  }
+};
+
+// Layout rank: the tokens, sorted by each rank that they have a pair on. A lane stands for a token.
+class TokenSort {
+ public:
+  __device__ static void Count(const PrepareArgs& args, const Indices& indices,
+                               const Share& share) {
+    ForEach(args, indices, share, [&](const Source&, int32_t target, uint32_t with_row) {
+      if (threadIdx.x % 32 == 0) share.counters[target] += __popc(with_row);
+    });
+  }
+
+  // `kept` and `routed` count this block's pairs of each local expert.
+  __device__ static void Place(const PrepareArgs& args, const Indices& indices,
+                               const Share& share, int32_t* kept, int32_t* routed,
+                               int32_t* dropped) {
+    const Shape& shape = args.common.shape;
+    const int32_t rank = args.common.workspace.rank;
+    const int32_t lane = threadIdx.x % 32;
+    ForEach(args, indices, share, [&](Source source, int32_t target, uint32_t with_row) {
+      const int32_t row = share.counters[target] + __popc(with_row & ((1u << lane) - 1));
+      __syncwarp();
+      if (lane == 0) share.counters[target] += __popc(with_row);
+      __syncwarp();
+      if ((with_row >> lane & 1) == 0) return;
+      const int32_t slot = row < shape.capacity ? row : kNoSlot;
+      const bool here = target == rank;
+      if (here && slot != kNoSlot) args.row_source[slot] = EncodeSource(shape, source);
+      for (source.k = 0; source.k < shape.num_topk; ++source.k) {
+        const int32_t expert = indices.Expert(source);
+        if (expert < 0 || shape.rank_of_expert(expert) != target) continue;
+        const int64_t pair = int64_t{source.token} * shape.num_topk + source.k;
+        if (source.rank == rank) args.slots[pair] = slot;
+        if (!here) continue;
+        const int32_t local = expert % shape.num_local_experts();
+        atomicAdd(&routed[local], 1);
+        if (slot == kNoSlot) {
+          atomicAdd(dropped, 1);
+          continue;
+        }
+        atomicAdd(&kept[local], 1);
+        args.recv_slots[indices.Entry(source)] = slot;
+        args.row_topk_idx[int64_t{slot} * shape.num_topk + source.k] = local;
+      }
+    });
+  }
+
+ private:
+  // Calls `visit` for 32 tokens and a rank at a time, with the lanes that have a row there.
+  template <typename Visit>
+  __device__ static void ForEach(const PrepareArgs& args, const Indices& indices,
+                                 const Share& share, Visit visit) {
+    const Shape& shape = args.common.shape;
+    for (int32_t base = share.begin; base < share.end; base += 32) {
+      const int32_t index = base + threadIdx.x % 32;
+      uint32_t targets[(kMaxRanks + 31) / 32] = {};  // a bit for each rank
+      Source source{-1, 0, 0};
+      if (index < share.end) {
+        source = indices.Find(index);
+        for (source.k = 0; source.k < shape.num_topk; ++source.k) {
+          const int32_t expert = indices.Expert(source);
+          if (expert < 0) continue;
+          const int32_t target = shape.rank_of_expert(expert);
+#pragma unroll
+          for (int32_t word = 0; word < (kMaxRanks + 31) / 32; ++word) {
+            if (target / 32 == word) targets[word] |= 1u << (target % 32);
+          }
+        }
+      }
+      for (int32_t target = 0; target < shape.num_ranks; ++target) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int32_t word = 0; word < (kMaxRanks + 31) / 32; ++word) {
+          if (target / 32 == word) bits = targets[word];
+        }
+        visit(source, target, __ballot_sync(~0u, bits >> (target % 32) & 1));
+      }
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kMaxWarps * 32)
+    PrepareKernel(const __grid_constant__ PrepareArgs args) {
   extern __shared__ int32_t shared[];
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
-  const int32_t lane = threadIdx.x % 32;
   const int32_t warp = threadIdx.x / 32;
   const int32_t num_warps = blockDim.x / 32;
   const bool by_rank = shape.layout == Layout::kRank;
-  const uint32_t site = static_cast<uint32_t>(shape.layout) * 5 + static_cast<uint32_t>(shape.capacity);
+  const uint32_t site =
+      static_cast<uint32_t>(shape.layout) * 5 + static_cast<uint32_t>(shape.capacity);
   Operation operation(workspace, Op::kPrepare, site, args.common.position);
 
   operation.Enter();
   SendIndices(args, operation);
   Clear(args);
-  for (int32_t i = threadIdx.x; i < shape.num_ranks * static_cast<int32_t>(gridDim.x); i += blockDim.x) {
-    operation.WaitReady(i / gridDim.x, i % gridDim.x, 1);
+  for (int32_t i = threadIdx.x; i < shape.num_ranks * kBlocks; i += blockDim.x) {
+    operation.WaitReady(i / kBlocks, i % kBlocks, 1);
   }
   __syncthreads();
 
-  // first_token[r] is the first of rank r's tokens among all.
+  // first_token[r] is the first of rank r's tokens among all. After a failure nothing is meant by
+  // them: the operation only has to end.
   __shared__ int32_t first_token[kMaxRanks + 1];
   if (threadIdx.x == 0) {
+    const bool failed = operation.Failed();
     int32_t total = 0;
     for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
       first_token[rank] = total;
-      total += __ldcg(&operation.Own()->num_tokens[rank]);
+      if (!failed) total += __ldcg(&operation.Own()->num_tokens[rank]);
     }
-    // After a failure nothing of this is meant; the operation only has to end.
-    if (operation.Failed()) total = 0;
-    for (int32_t rank = 0; rank < shape.num_ranks && total == 0; ++rank) first_token[rank] = 0;
     first_token[shape.num_ranks] = total;
   }
   __syncthreads();
 
-  // Each warp takes consecutive tokens. Count its pairs by key.
-  const Sorter sorter(args, first_token);
-  const int32_t num_keys = sorter.num_keys();
+  // Each warp takes consecutive tokens and counts what it has of each key.
+  const Indices indices(args, first_token);
+  const int32_t num_keys = NumKeys(shape);
   const int32_t num_tokens = first_token[shape.num_ranks];
-  const int32_t all_warps = num_warps * gridDim.x;
-  const int32_t tokens_per_warp = (num_tokens + all_warps - 1) / all_warps;
-  const int32_t begin_token = min(num_tokens, (static_cast<int32_t>(blockIdx.x) * num_warps + warp) * tokens_per_warp);
-  const int32_t end_token = min(num_tokens, begin_token + tokens_per_warp);
-  const int64_t begin = int64_t{begin_token} * shape.num_topk;
-  const int64_t end = int64_t{end_token} * shape.num_topk;
-
-  int32_t* const offsets = shared;               // [num_keys]
-  int32_t* const totals = shared + num_keys;     // [num_keys]
-  int32_t* const next = shared + (2 + warp) * num_keys;  // [num_keys] of every warp
-  for (int32_t key = lane; key < num_keys; key += 32) next[key] = 0;
-  __syncwarp();
-  for (int64_t index = begin + lane; index < end; index += 32) {
-    const Pair pair = sorter.Get(index, 0);
-    if (pair.key >= 0) atomicAdd(&next[pair.key], 1);
+  const int32_t per_warp = (num_tokens + num_warps * kBlocks - 1) / (num_warps * kBlocks);
+  int32_t* const offsets = shared;             // [num_keys]
+  int32_t* const totals = shared + num_keys;   // [num_keys]
+  int32_t* const counters = totals + num_keys;  // [num_warps, num_keys]
+  Share share;
+  share.begin = min(num_tokens, (static_cast<int32_t>(blockIdx.x) * num_warps + warp) * per_warp);
+  share.end = min(num_tokens, share.begin + per_warp);
+  share.counters = counters + warp * num_keys;
+  for (int32_t key = threadIdx.x; key < num_warps * num_keys; key += blockDim.x) counters[key] = 0;
+  __syncthreads();
+  if (by_rank) {
+    TokenSort::Count(args, indices, share);
+  } else {
+    PairSort::Count(args, indices, share);
   }
   __syncthreads();
 
-  // Turn the counts into the first position of each key for each warp.
-  auto* const block_counts = reinterpret_cast<int32_t*>(
-      workspace.base[workspace.rank] + workspace.layout.counts_offset());
+  // Turns the counts into the first position of each key for each warp of all blocks.
+  auto* const block_counts = reinterpret_cast<int32_t*>(workspace.base[workspace.rank] +
+                                                        workspace.layout.counts_offset());
   for (int32_t key = threadIdx.x; key < num_keys; key += blockDim.x) {
     int32_t count = 0;
-    for (int32_t w = 0; w < num_warps; ++w) count += shared[(2 + w) * num_keys + key];
+    for (int32_t w = 0; w < num_warps; ++w) count += counters[w * num_keys + key];
     __stcg(&block_counts[blockIdx.x * num_keys + key], count);
   }
   operation.GridBarrier();
   for (int32_t key = threadIdx.x; key < num_keys; key += blockDim.x) {
     int32_t total = 0;
     int32_t position = 0;
-    for (int32_t block = 0; block < static_cast<int32_t>(gridDim.x); ++block) {
+#pragma unroll 8
+    for (int32_t block = 0; block < kBlocks; ++block) {
       const int32_t count = __ldcg(&block_counts[block * num_keys + key]);
       if (block < static_cast<int32_t>(blockIdx.x)) position += count;
       total += count;
     }
     totals[key] = total;
-    offsets[key] = 0;
     for (int32_t w = 0; w < num_warps; ++w) {
-      int32_t& first = shared[(2 + w) * num_keys + key];
-      const int32_t count = first;
-      first = position;
+      int32_t& counter = counters[w * num_keys + key];
+      const int32_t count = counter;
+      counter = position;
       position += count;
     }
   }
   __syncthreads();
-  if (!by_rank) {
+
+  if (by_rank) {
+    // This block's pairs of each local expert, and those dropped, after the counters.
+    int32_t* const kept = counters + num_warps * num_keys;
+    int32_t* const routed = kept + shape.num_local_experts();
+    __shared__ int32_t dropped;
+    for (int32_t i = threadIdx.x; i < 2 * shape.num_local_experts(); i += blockDim.x) kept[i] = 0;
+    if (threadIdx.x == 0) dropped = 0;
+    __syncthreads();
+    TokenSort::Place(args, indices, share, kept, routed, &dropped);
+    __syncthreads();
+    for (int32_t i = threadIdx.x; i < shape.num_local_experts(); i += blockDim.x) {
+      if (kept[i] != 0) atomicAdd(&args.group_sizes[i], kept[i]);
+      if (routed[i] != 0) atomicAdd(&args.expert_counts[i], routed[i]);
+    }
+    if (threadIdx.x == 0) {
+      if (dropped != 0) atomicAdd(args.num_dropped, dropped);
+      const int64_t rows = totals[workspace.rank];
+      if (blockIdx.x == 0) {
+        *args.num_rows = static_cast<int32_t>(rows < shape.capacity ? rows : shape.capacity);
+      }
+    }
+  } else {
     PlaceExperts(args, totals, offsets);
     __syncthreads();
-  } else if (blockIdx.x == 0 && threadIdx.x == 0) {
-    const int64_t rows = totals[workspace.rank];
-    *args.num_rows = static_cast<int32_t>(rows < shape.capacity ? rows : shape.capacity);
-  }
-
-  // Give every pair its slot.
-  for (int64_t base = begin; base < end; base += 32) {
-    const int64_t index = base + lane;
-    Pair pair{0, 0, 0, -1, -1, 0};
-    if (index < end) pair = sorter.Get(index, 0);
-    const uint32_t same = __match_any_sync(~0u, pair.key);
-    int32_t position = 0;
-    if (pair.key >= 0) position = next[pair.key] + __popc(same & ((1u << lane) - 1));
-    __syncwarp();
-    if (pair.key >= 0 && lane == 31 - __clz(same)) next[pair.key] += __popc(same);
-    __syncwarp();
-    if (pair.key < 0) {
-      if (index < end && pair.expert < 0 && pair.rank == workspace.rank) {
-        args.slots[int64_t{pair.token} * shape.num_topk + pair.k] = kNoSlot;
-      }
-      continue;
-    }
-    const int32_t target = shape.rank_of_expert(pair.expert);
-    const int32_t local = pair.expert % shape.num_local_experts();
-    const int32_t slot = PairSlot(shape, local, offsets[pair.key], position);
-    const int64_t own = int64_t{pair.token} * shape.num_topk + pair.k;
-    if (pair.rank == workspace.rank) args.slots[own] = slot;
-    if (target != workspace.rank || slot == kNoSlot) continue;
-    args.row_source[slot] = EncodeSource(shape, {pair.rank, pair.token, pair.k});
-    args.recv_slots[int64_t{pair.rank} * shape.max_tokens_per_rank * shape.num_topk + own] = slot;
-  }
-
-  // In layout rank the other pairs of a token share the first one's row.
-  if (by_rank) {
-    __syncwarp();
-    for (int64_t index = begin + lane; index < end; index += 32) {
-      const Pair pair = sorter.Get(index, 0);
-      if (pair.expert < 0) continue;
-      const bool mine = shape.rank_of_expert(pair.expert) == workspace.rank;
-      const int64_t own = int64_t{pair.token} * shape.num_topk;
-      const int64_t entry = int64_t{pair.rank} * shape.max_tokens_per_rank * shape.num_topk + own;
-      if (pair.rank == workspace.rank && pair.first_k != pair.k) {
-        args.slots[own + pair.k] = args.slots[own + pair.first_k];
-      }
-      if (!mine) continue;
-      const int32_t local = pair.expert % shape.num_local_experts();
-      const int32_t slot = args.recv_slots[entry + pair.first_k];
-      atomicAdd(&args.expert_counts[local], 1);
-      if (slot == kNoSlot) {
-        atomicAdd(args.num_dropped, 1);
-        continue;
-      }
-      if (pair.first_k != pair.k) args.recv_slots[entry + pair.k] = slot;
-      args.row_topk_idx[int64_t{slot} * shape.num_topk + pair.k] = local;
-      atomicAdd(&args.group_sizes[local], 1);
-    }
+    PairSort::Place(args, indices, share, offsets);
   }
   operation.Leave();
 }
@@ -312,17 +402,17 @@ __global__ void __launch_bounds__(kMaxWarps * 32) PrepareKernel(const __grid_con
 
 Status Prepare(cudaStream_t stream, const PrepareArgs& args) {
   const Shape& shape = args.common.shape;
-  const int64_t num_keys =
-      shape.layout == Layout::kRank ? shape.num_ranks : shape.num_experts;
+  const int64_t num_keys = NumKeys(shape);
   const int64_t limit = MaxSharedBytes(PrepareKernel);
-  const int64_t num_warps =
-      std::min<int64_t>(kMaxWarps, limit / (static_cast<int64_t>(sizeof(int32_t)) * num_keys) - 2);
+  const int64_t fixed = 2 * num_keys + (shape.layout == Layout::kRank ? 2 * shape.num_local_experts() : 0);
+  const int64_t num_warps = std::min<int64_t>(
+      kMaxWarps, (limit / static_cast<int64_t>(sizeof(int32_t)) - fixed) / num_keys);
   if (num_warps < 1) {
     return Status::Error("prepare has room for fewer than " + std::to_string(num_keys) +
                          " experts in a block's " + std::to_string(limit) +
                          " bytes of shared memory");
   }
-  const int64_t bytes = (2 + num_warps) * num_keys * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t bytes = (fixed + num_warps * num_keys) * static_cast<int64_t>(sizeof(int32_t));
   return Launch(PrepareKernel, kBlocks, static_cast<int>(num_warps) * 32, bytes, stream, args);
 }
 

@@ -35,15 +35,16 @@ inline ffi::Error ToError(const char* op, const Status& status) {
   return ffi::Error::Internal("jax_ep " + std::string(op) + ": " + status.message());
 }
 
-// Fills in what all operations need, for the current device's rank of the group.
+// Fills in what all operations need, for the current device's rank of the group. Hold `group` until
+// the launch, which closing the group waits for.
 inline Status FindCommon(int64_t group_id, int32_t layout, int64_t capacity,
                          int64_t expert_alignment, const I32& position, int64_t num_tokens,
-                         cuda::Common* common) {
+                         std::shared_ptr<const cuda::Group>* held, cuda::Common* common) {
   int device = 0;
   if (Status status = cuda::CheckCuda(cudaGetDevice(&device), "cudaGetDevice"); !status.ok()) {
     return status;
   }
-  const std::shared_ptr<const cuda::Group> group = cuda::FindGroup(group_id, device);
+  const std::shared_ptr<const cuda::Group> group = *held = cuda::FindGroup(group_id, device);
   if (!group) {
     return Status::Error("Group " + std::to_string(group_id) +
                          " is closed, or was never opened on device " + std::to_string(device) +
@@ -65,13 +66,11 @@ inline Status FindCommon(int64_t group_id, int32_t layout, int64_t capacity,
 }
 
 // Appends a leaf to the payload of one launch.
-inline void AddLeaf(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens, const ffi::AnyBuffer& rows,
-                    DType dtype) {
+inline void AddLeaf(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens, const ffi::AnyBuffer& rows) {
   cuda::Leaf& leaf = args->leaves[args->num_leaves++];
   leaf.tokens = static_cast<std::byte*>(tokens.untyped_data());
   leaf.rows = static_cast<std::byte*>(rows.untyped_data());
   leaf.row_bytes = RowElements(tokens) * static_cast<int64_t>(ffi::ByteWidth(tokens.element_type()));
-  leaf.dtype = dtype;
   leaf.staging_offset = args->staging_row_bytes;
   args->staging_row_bytes += (leaf.row_bytes + 15) / 16 * 16;
 }

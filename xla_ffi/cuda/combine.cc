@@ -10,9 +10,10 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
                    I32 row_topk_idx, I32 recv_slots, int32_t values_role,
                    ffi::RemainingArgs operands, ffi::RemainingRets results) {
   const auto role = static_cast<Values>(values_role);
+  std::shared_ptr<const cuda::Group> held;
   cuda::MoveArgs args;
   if (Status status = FindCommon(group, layout, capacity, expert_alignment, position,
-                                 topk_idx.dimensions()[0], &args.common);
+                                 topk_idx.dimensions()[0], &held, &args.common);
       !status.ok()) {
     return ToError("combine", status);
   }
@@ -36,21 +37,23 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
     if (!from || !to) {
       return ToError("combine", Status::Error("as many results as leaves are needed"));
     }
-    const bool last = i + 1 == results.size();
-    if (role == Values::kReturned && last) {
+    if (role == Values::kReturned && i + 1 == results.size()) {
       SetValues(&args, **to, *from);
-    } else {
-      const auto dtype = ToDType(from->element_type());
-      if (!dtype) return ToError("combine", Status::Error("rows of a dtype that it does not sum"));
-      AddLeaf(&args, **to, *from, *dtype);
+      continue;
     }
-    if (!last && args.num_leaves < cuda::kMaxLeaves) continue;
-    if (Status status = cuda::Combine(stream, args); !status.ok()) {
-      return ToError("combine", status);
+    const auto dtype = ToDType(from->element_type());
+    if (!dtype) return ToError("combine", Status::Error("rows of a dtype that it does not sum"));
+    // One launch sums leaves of one dtype.
+    if (args.num_leaves == cuda::kMaxLeaves || (args.num_leaves > 0 && args.dtype != *dtype)) {
+      if (Status status = cuda::Combine(stream, args); !status.ok()) {
+        return ToError("combine", status);
+      }
+      ClearPayload(&args);
     }
-    ClearPayload(&args);
+    args.dtype = *dtype;
+    AddLeaf(&args, **to, *from);
   }
-  return ffi::Error::Success();
+  return ToError("combine", cuda::Combine(stream, args));
 }
 
 }  // namespace jax_ep::ffi_cuda

@@ -9,9 +9,10 @@ ffi::Error Dispatch(cudaStream_t stream, int64_t group, int32_t layout, int64_t 
                     int64_t expert_alignment, I32 position, I32 topk_idx, I32 slots,
                     I32 row_source, I32 row_topk_idx, I32 recv_slots, bool has_weights,
                     ffi::RemainingArgs leaves, ffi::RemainingRets rows) {
+  std::shared_ptr<const cuda::Group> held;
   cuda::MoveArgs args;
   if (Status status = FindCommon(group, layout, capacity, expert_alignment, position,
-                                 topk_idx.dimensions()[0], &args.common);
+                                 topk_idx.dimensions()[0], &held, &args.common);
       !status.ok()) {
     return ToError("dispatch", status);
   }
@@ -30,7 +31,7 @@ ffi::Error Dispatch(cudaStream_t stream, int64_t group, int32_t layout, int64_t 
     if (has_weights && last) {
       SetValues(&args, *from, **to);
     } else {
-      AddLeaf(&args, *from, **to, DType::kF32);  // bytes, whatever they mean
+      AddLeaf(&args, *from, **to);
     }
     if (!last && args.num_leaves < cuda::kMaxLeaves) continue;
     if (Status status = cuda::Dispatch(stream, args); !status.ok()) {

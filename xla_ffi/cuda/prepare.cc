@@ -9,9 +9,10 @@ ffi::Error Prepare(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
                    ffi::Result<I32> recv_slots, ffi::Result<I32> group_sizes,
                    ffi::Result<I32> expert_counts, ffi::Result<I32> num_rows,
                    ffi::Result<I32> num_dropped) {
+  std::shared_ptr<const cuda::Group> held;
   cuda::PrepareArgs args;
   if (Status status = FindCommon(group, layout, capacity, expert_alignment, position,
-                                 topk_idx.dimensions()[0], &args.common);
+                                 topk_idx.dimensions()[0], &held, &args.common);
       !status.ok()) {
     return ToError("prepare", status);
   }

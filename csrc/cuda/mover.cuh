@@ -1,0 +1,145 @@
+#ifndef JAX_EP_CSRC_CUDA_MOVER_CUH_
+#define JAX_EP_CSRC_CUDA_MOVER_CUH_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/cuda/copy.cuh"
+#include "csrc/cuda/ptx/tma.cuh"
+
+// The two ways by which a warp moves a piece of a row to several places: `to` differs by lane, and
+// null is no place. A mover may still be at work when Move returns; Finish waits for all of it.
+namespace jax_ep::cuda {
+
+// Through registers: any alignment, any GPU.
+class VectorMover {
+ public:
+  static constexpr int kStageWarps = 4;
+  static constexpr int kPullWarps = 12;
+  static constexpr int64_t kMaxBytes = int64_t{1} << 40;  // of one piece
+  static constexpr int64_t kSharedBytesPerWarp = 0;
+
+  __device__ VectorMover(std::byte* /*shared*/, int /*warp*/) {}
+
+  __device__ void Move(const std::byte* from, int64_t bytes, std::byte* to) {
+    const uint32_t targets = __ballot_sync(~0u, to != nullptr);
+    const uintptr_t all = reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes) |
+                          __reduce_or_sync(~0u, static_cast<uint32_t>(
+                                                    reinterpret_cast<uintptr_t>(to)));
+    if (all % 16 == 0) {
+      CopyToAll<uint4>(from, bytes, targets, to);
+    } else if (all % 4 == 0) {
+      CopyToAll<uint32_t>(from, bytes, targets, to);
+    } else if (all % 2 == 0) {
+      CopyToAll<uint16_t>(from, bytes, targets, to);
+    } else {
+      CopyToAll<uint8_t>(from, bytes, targets, to);
+    }
+  }
+
+  __device__ void Finish() {}
+
+ private:
+  // Vectors that a lane loads before it stores the first: enough bytes in flight to hide the link's
+  // latency with a few warps on each of a few SMs.
+  static constexpr int kUnroll = 8;
+
+  template <typename T>
+  __device__ static void CopyToAll(const std::byte* from, int64_t bytes, uint32_t targets,
+                                   std::byte* to) {
+    const int32_t lane = threadIdx.x % 32;
+    const int64_t count = bytes / static_cast<int64_t>(sizeof(T));
+    const T* source = reinterpret_cast<const T*>(from);
+    for (int64_t base = 0; base < count; base += 32 * kUnroll) {
+      T values[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int64_t index = base + i * 32 + lane;
+        if (index < count) values[i] = Load(source + index);
+      }
+      for (uint32_t left = targets; left != 0; left &= left - 1) {
+        T* target = reinterpret_cast<T*>(
+            __shfl_sync(~0u, reinterpret_cast<uint64_t>(to), __ffs(left) - 1));
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+          const int64_t index = base + i * 32 + lane;
+          if (index < count) Store(target + index, values[i]);
+        }
+      }
+    }
+  }
+};
+
+// Through shared memory by the copy engine (sm_90): addresses and sizes are multiples of 16 bytes.
+// While a piece is stored, the next one is already loading.
+class BulkMover {
+ public:
+  // Many warps with small pieces: a warp waits in turn for its load and for its stores.
+  static constexpr int kStageWarps = 4;
+  static constexpr int kPullWarps = 24;
+  static constexpr int64_t kMaxBytes = 3584;
+  static constexpr int kStages = 2;
+  static constexpr int64_t kSharedBytesPerWarp = kStages * (kMaxBytes + 16);
+
+  __device__ BulkMover(std::byte* shared, int warp) {
+    std::byte* const own = shared + warp * kSharedBytesPerWarp;
+    buffers_ = own;
+    barriers_ = reinterpret_cast<uint64_t*>(own + kStages * kMaxBytes);
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x % 32 == 0) {
+      for (int i = 0; i < kStages; ++i) ptx::BarrierInit(&barriers_[i], 1);
+      ptx::FenceBarrierInit();
+    }
+    __syncwarp();
+#endif
+  }
+
+  __device__ void Move(const std::byte* from, int64_t bytes, std::byte* to) {
+#if __CUDA_ARCH__ >= 900
+    const int stage = count_ % kStages;
+    ptx::BulkWaitRead<kStages - 2>();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      ptx::BarrierExpect(&barriers_[stage], static_cast<uint32_t>(bytes));
+      ptx::BulkLoad(buffers_ + stage * kMaxBytes, from, static_cast<uint32_t>(bytes),
+                    &barriers_[stage]);
+    }
+    StoreLast();
+    to_ = to;
+    bytes_ = static_cast<uint32_t>(bytes);
+    ++count_;
+#endif
+  }
+
+  __device__ void Finish() {
+#if __CUDA_ARCH__ >= 900
+    StoreLast();
+    bytes_ = 0;
+    ptx::BulkWait();
+    ptx::FenceProxyAsync();
+    __syncwarp();
+#endif
+  }
+
+ private:
+#if __CUDA_ARCH__ >= 900
+  // Sends the piece loaded last to its places.
+  __device__ void StoreLast() {
+    if (bytes_ == 0) return;
+    const uint32_t last = count_ - 1;
+    ptx::BarrierWait(&barriers_[last % kStages], last / kStages % 2);
+    if (to_ != nullptr) ptx::BulkStore(to_, buffers_ + last % kStages * kMaxBytes, bytes_);
+    ptx::BulkCommit();
+  }
+#endif
+
+  std::byte* buffers_;
+  uint64_t* barriers_;
+  std::byte* to_ = nullptr;
+  uint32_t bytes_ = 0;  // of the piece loaded last, until it is finished
+  uint32_t count_ = 0;  // pieces so far
+};
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_CSRC_CUDA_MOVER_CUH_
