@@ -71,10 +71,10 @@ class Group:
                     f"axis_name {name!r} is not an axis of the mesh, which has {mesh.axis_names}"
                 )
         self.num_ranks = math.prod(mesh.shape[name] for name in self.axis_names)
-        self.num_experts = _positive_int("num_experts", num_experts)
-        self.num_topk = _positive_int("num_topk", num_topk)
-        self.max_tokens_per_rank = _positive_int("max_tokens_per_rank", max_tokens_per_rank)
-        self.max_row_bytes = _positive_int("max_row_bytes", max_row_bytes)
+        self.num_experts = check_int("num_experts", num_experts)
+        self.num_topk = check_int("num_topk", num_topk)
+        self.max_tokens_per_rank = check_int("max_tokens_per_rank", max_tokens_per_rank)
+        self.max_row_bytes = check_int("max_row_bytes", max_row_bytes)
         if self.num_experts % self.num_ranks:
             raise ValueError(
                 f"num_experts must be a multiple of the {self.num_ranks} ranks of axis "
@@ -88,7 +88,7 @@ class Group:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         self.timeout_s = float(timeout_s)
-        self.num_sms = None if num_sms is None else _positive_int("num_sms", num_sms)
+        self.num_sms = None if num_sms is None else check_int("num_sms", num_sms)
         self.backend, self.backend_reason = backends.choose(
             list(mesh.devices.flat), backend
         )
@@ -278,11 +278,12 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
 
 
-def _positive_int(name: str, value: int) -> int:
+def check_int(name: str, value: int, minimum: int = 1) -> int:
+    """`value` as an int; raises TypeError or ValueError, with the name, if it is none or too small."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be positive, got {value}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return int(value)
 
 

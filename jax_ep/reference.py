@@ -109,6 +109,8 @@ def dispatch(topk_idx, slots, row_source, row_topk_idx, recv_slots, *leaves, spe
     index = jnp.where(code >= 0, rank * num_tokens + token, group.num_ranks * num_tokens)
 
     def pull(leaf):
+        if num_tokens == 0:  # XLA gathers nothing from nothing
+            return _vary_like(jnp.zeros(index.shape + leaf.shape[1:], _bits_dtype(leaf.dtype)), leaf)
         gathered = lax.all_gather(_to_bits(leaf), group.axis_names, tiled=True)
         return gathered.at[index].get(mode="fill", fill_value=0)
 
@@ -149,13 +151,15 @@ def combine(topk_idx, slots, row_source, row_topk_idx, recv_slots, *operands, sp
 
     def take(flat, k, where):
         """flat[slot[:, k]] where `where`, else zero."""
+        if num_slots == 0:  # XLA takes nothing from nothing
+            return _vary_like(jnp.zeros(slot.shape[:1] + flat.shape[1:], flat.dtype), flat)
         index = jnp.where(where[:, k], slot[:, k], len(flat))
         return flat.at[index].get(mode="fill", fill_value=0)
 
     results = []
     for leaf in leaves:
         dtype = leaf.dtype
-        acc = jnp.promote_types(dtype, jnp.float32)
+        acc = accumulator(dtype)
         flat = leaf.reshape((num_slots,) + leaf.shape[len(spec.row_dims) :])
         partial = jnp.zeros((slot.shape[0],) + flat.shape[1:], acc)
         for k in range(num_topk):
@@ -197,11 +201,21 @@ def _vary_like(x, like):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def accumulator(dtype) -> jnp.dtype:
+    """The dtype that combine sums rows of `dtype` in."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _bits_dtype(dtype):
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return jnp.dtype(f"uint{8 * dtype.itemsize}")
+
+
 def _to_bits(x):
     """Floats as unsigned integers, so that moving them keeps every bit."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    bits = _bits_dtype(x.dtype)
+    return x if bits == x.dtype else lax.bitcast_convert_type(x, bits)
 
 
 def _from_bits(x, dtype):

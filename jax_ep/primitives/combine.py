@@ -58,6 +58,7 @@ def combine(rows: Any, handle: Handle, row_weights: jax.Array | None = None) -> 
       ValueError, TypeError: while tracing; an argument is wrong.
       jax.errors.JaxRuntimeError: at run time: a rank did not come within `group.timeout_s`.
     """
+    common.check_handle(handle)
     spec = handle.spec
     spec.group.check_context("combine")
     leaves, treedef = jax.tree.flatten(rows)
@@ -165,7 +166,7 @@ def _transpose(cotangents, *operands, spec, values):
 
 def _scale(cotangent, weights, routing):
     """weight * cotangent of every row."""
-    wide = jnp.promote_types(cotangent.dtype, jnp.float32)
+    wide = reference.accumulator(cotangent.dtype)
     weights = jnp.where(routing[2] >= 0, weights, 0).astype(wide)
     weights = weights.reshape(weights.shape + (1,) * (cotangent.ndim - weights.ndim))
     return (cotangent.astype(wide) * weights).astype(cotangent.dtype)

@@ -21,7 +21,7 @@ def routing_operands(handle: Handle) -> tuple[jax.Array, ...]:
     """topk_idx, slots, row_source, row_topk_idx (empty except in layout rank), recv_slots."""
     row_topk_idx = handle.row_topk_idx
     if row_topk_idx is None:
-        row_topk_idx = np.zeros((0, handle.group.num_topk), np.int32)
+        row_topk_idx = jnp.zeros((0, handle.group.num_topk), jnp.int32)
     return handle.topk_idx, handle.slots, handle.row_source, row_topk_idx, handle.recv_slots
 
 
@@ -39,6 +39,12 @@ def vary(spec: HandleSpec, operands: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return [cast(x) for x in operands]
+
+
+def check_handle(handle: Handle) -> None:
+    """Raises TypeError for what is not a handle."""
+    if not isinstance(handle, Handle):
+        raise TypeError(f"handle must be a jax_ep.Handle, of prepare, got {handle!r}")
 
 
 def row_bytes(leaf: jax.Array, leading: int) -> int:

@@ -41,6 +41,7 @@ def dispatch(
       ValueError, TypeError: while tracing; an argument is wrong.
       jax.errors.JaxRuntimeError: at run time: a rank did not come within `group.timeout_s`.
     """
+    common.check_handle(handle)
     spec = handle.spec
     group = spec.group
     group.check_context("dispatch")

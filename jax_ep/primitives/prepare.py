@@ -1,7 +1,5 @@
 """`prepare`: exchanges the counts and fixes the row of every (token, k) pair."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_ep import reference
-from jax_ep.group import Group, check_layout
+from jax_ep.group import Group, check_int, check_layout
 from jax_ep.handle import Handle, HandleSpec
 from jax_ep.primitives import common, lowering
 
@@ -48,6 +46,8 @@ def prepare(
       jax.errors.JaxRuntimeError: at run time, native backends: a topk_idx is outside [-1, E) (the
         xla backend takes it as -1), or a rank did not come within `group.timeout_s`.
     """
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a jax_ep.Group, got {group!r}")
     group.check_context("prepare")
     check_layout(layout)
     topk_idx = jnp.asarray(topk_idx)
@@ -63,16 +63,12 @@ def prepare(
             f"topk_idx has {num_tokens} tokens (shape {topk_idx.shape}), more than the group's "
             f"max_tokens_per_rank={group.max_tokens_per_rank}"
         )
-    expert_alignment = operator.index(expert_alignment)
-    if expert_alignment < 1:
-        raise ValueError(f"expert_alignment must be positive, got {expert_alignment}")
+    expert_alignment = check_int("expert_alignment", expert_alignment)
     if capacity is None:
         capacity = group.worst_case_capacity(
             num_tokens, layout=layout, expert_alignment=expert_alignment
         )
-    capacity = operator.index(capacity)
-    if capacity < 0:
-        raise ValueError(f"capacity must not be negative, got {capacity}")
+    capacity = check_int("capacity", capacity, minimum=0)
     spec = HandleSpec(group, layout, capacity, expert_alignment)
     if int(np.prod(spec.value_dims, dtype=object)) >= 2**31:
         raise ValueError(f"capacity={capacity} gives {spec.value_dims} rows, 2**31 or more")
