@@ -107,3 +107,13 @@ ensure_venv() {
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "requirements/$end.txt"
   echo "$key" >"$venv/packages"
 }
+
+# Runs `bazel test` on the targets $1 with the flags that follow, and prints what became of them.
+run_tests() {
+  local targets status=0
+  "$BAZEL" test --show_progress_rate_limit=30 "$@" || status=$?
+  targets=$("$BAZEL" query "tests($1) except attr(tags, manual, $1)" 2>/dev/null)
+  # shellcheck disable=SC2086
+  .venv/bin/python bazel/test_summary.py "$("$BAZEL" info bazel-testlogs 2>/dev/null)" $targets
+  return $status
+}

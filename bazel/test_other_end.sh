@@ -15,7 +15,9 @@ else
   end=oldest
   python=$(find_python 11 11) || python=$(cut -d' ' -f1 .venv/packages)
 fi
-venv=.venv-$end wheels=build/wheels-$end run=build/test-$end
+venv=.venv-$end
+wheels=build/wheels-$end
+ensure_bazel
 ensure_venv "$venv" "$python" "$end"
 
 wheel_key="$(<"$venv/packages") $(hash_files \
@@ -27,15 +29,12 @@ if [[ ! -f $venv/wheel || $(<"$venv/wheel") != "$wheel_key" ]]; then
     "$wheels"/jax_ep-*.whl
   echo "$wheel_key" >"$venv/wheel"
 fi
-
-# Away from the sources, so that only the installed package can be imported.
-rm -rf "$run"
-mkdir -p "$run"
-cp -r pyproject.toml tests examples "$run"
-cd "$run"
-../../"$venv"/bin/python -c '
+say "testing $("$venv/bin/python" -P -c '
 import sys, jax, jax_ep
 assert "site-packages" in jax_ep.__file__, jax_ep.__file__
-print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {jax_ep.__file__}")'
-PYTHONDONTWRITEBYTECODE=1 exec ../../"$venv"/bin/python -m pytest -p no:cacheprovider -q \
-  -m "not slow" tests
+print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {jax_ep.__file__}")')"
+
+# The key makes Bazel run the tests anew when the installed package has changed.
+run_tests //tests/... --test_arg=-m "--test_arg=not slow" \
+  "--test_env=JAX_EP_INSTALLED=$PWD/$venv/bin/python" \
+  "--test_env=JAX_EP_INSTALLED_KEY=$(sha256sum <"$venv/wheel" | cut -c1-16)"
