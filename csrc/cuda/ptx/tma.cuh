@@ -76,9 +76,12 @@ __device__ __forceinline__ void BulkWait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders this thread's ordinary accesses before its later bulk copies, and the reverse.
+// Orders this thread's ordinary accesses before its later bulk copies, and the reverse. Nothing on
+// GPUs that have no bulk copies.
 __device__ __forceinline__ void FenceProxyAsync() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
+#endif
 }
 
 }  // namespace jax_ep::cuda::ptx
