@@ -108,12 +108,16 @@ ensure_venv() {
   echo "$key" >"$venv/packages"
 }
 
-# Runs `bazel test` on the targets $1 with the flags that follow, and prints what became of them.
+# Runs `bazel test` on the targets of query expression $1 with the flags that follow, and prints
+# what became of them.
 run_tests() {
   local targets status=0
-  "$BAZEL" test --show_progress_rate_limit=30 "$@" || status=$?
-  targets=$("$BAZEL" query "tests($1) except attr(tags, manual, $1)" 2>/dev/null)
+  targets=$("$BAZEL" query --noshow_progress "tests($1) except attr(tags, manual, $1)")
+  shift
   # shellcheck disable=SC2086
-  .venv/bin/python bazel/test_summary.py "$("$BAZEL" info bazel-testlogs 2>/dev/null)" $targets
+  "$BAZEL" test --show_progress_rate_limit=30 "$@" -- $targets || status=$?
+  # shellcheck disable=SC2086
+  .venv/bin/python bazel/test_summary.py \
+    "$("$BAZEL" info --noshow_progress bazel-testlogs)" $targets
   return $status
 }

@@ -5,5 +5,6 @@ cd "$(dirname "$0")/.."
 source bazel/lib.sh
 
 ensure_bazel
+"$BAZEL" build --show_progress_rate_limit=30 //...
 run_tests //...
 bazel/test_other_end.sh

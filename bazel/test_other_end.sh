@@ -35,6 +35,9 @@ assert "site-packages" in jax_ep.__file__, jax_ep.__file__
 print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {jax_ep.__file__}")')"
 
 # The key makes Bazel run the tests anew when the installed package has changed.
-run_tests //tests/... --test_arg=-m "--test_arg=not slow" \
-  "--test_env=JAX_EP_INSTALLED=$PWD/$venv/bin/python" \
-  "--test_env=JAX_EP_INSTALLED_KEY=$(sha256sum <"$venv/wheel" | cut -c1-16)"
+installed=("--test_env=JAX_EP_INSTALLED=$PWD/$venv/bin/python"
+  "--test_env=JAX_EP_INSTALLED_KEY=$(sha256sum <"$venv/wheel" | cut -c1-16)")
+run_tests //tests/... "${installed[@]}" --test_arg=-m "--test_arg=not slow"
+# The slow tests of the semantics, too: the reference is compiled by this end's XLA.
+run_tests "//tests:test_prepare + //tests:test_dispatch + //tests:test_combine" \
+  "${installed[@]}" --test_arg=-m --test_arg=slow
