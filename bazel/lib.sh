@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the set-up and test scripts share. Source it from the top of the checkout.
 
 say() { echo "$(basename "$0" .sh): $*"; }
@@ -16,7 +17,7 @@ sys.exit(1) if not (3, $2) <= sys.version_info[:2] <= (3, $3) else print(os.path
 find_python() {
   local candidate minor
   for candidate in python3 $(for ((minor = $2; minor >= $1; minor--)); do
-    echo "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python3
+    echo "python3.$minor" "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3."$minor".*/bin/python3
   done); do
     usable_python "$candidate" "$1" "$2" && return
   done
@@ -37,7 +38,7 @@ apt_install() {
   ((EUID == 0)) || sudo=(sudo)
   command -v apt-get >/dev/null && command -v "${sudo[@]:-env}" >/dev/null ||
     die "please install: $*"
-  say "installing Debian packages: $*"
+  say "installing Debian packages, which can take minutes: $*"
   { "${sudo[@]}" apt-get -qq update &&
     DEBIAN_FRONTEND=noninteractive "${sudo[@]}" apt-get -qq install --no-install-recommends "$@"
   } </dev/null >/dev/null || die "apt-get failed; please install: $*"
