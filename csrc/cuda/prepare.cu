@@ -11,7 +11,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kBlocks = 32;
+constexpr int kPrepareBlocks = 32;
 constexpr int kMaxWarps = 16;
 
 // What is sorted by: the expert, or in layout rank the rank.
@@ -293,6 +293,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const Shape& shape = args.common.shape;
   const int32_t warp = threadIdx.x / 32;
   const int32_t num_warps = blockDim.x / 32;
+  const int32_t num_blocks = gridDim.x;  // the same on all ranks
   const bool by_rank = shape.layout == Layout::kRank;
   const uint32_t site =
       static_cast<uint32_t>(shape.layout) * 5 + static_cast<uint32_t>(shape.capacity);
@@ -301,8 +302,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   operation.Enter();
   SendIndices(args, operation);
   Clear(args);
-  for (int32_t i = threadIdx.x; i < shape.num_ranks * kBlocks; i += blockDim.x) {
-    operation.WaitReady(i / kBlocks, i % kBlocks, 1);
+  for (int32_t i = threadIdx.x; i < shape.num_ranks * num_blocks; i += blockDim.x) {
+    operation.WaitReady(i / num_blocks, i % num_blocks, 1);
   }
   __syncthreads();
 
@@ -324,7 +325,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const Indices indices(args, first_token);
   const int32_t num_keys = NumKeys(shape);
   const int32_t num_tokens = first_token[shape.num_ranks];
-  const int32_t per_warp = (num_tokens + num_warps * kBlocks - 1) / (num_warps * kBlocks);
+  const int32_t per_warp = (num_tokens + num_warps * num_blocks - 1) / (num_warps * num_blocks);
   int32_t* const offsets = shared;             // [num_keys]
   int32_t* const totals = shared + num_keys;   // [num_keys]
   int32_t* const counters = totals + num_keys;  // [num_warps, num_keys]
@@ -354,7 +355,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     int32_t total = 0;
     int32_t position = 0;
 #pragma unroll 8
-    for (int32_t block = 0; block < kBlocks; ++block) {
+    for (int32_t block = 0; block < num_blocks; ++block) {
       const int32_t count = __ldcg(&block_counts[block * num_keys + key]);
       if (block < static_cast<int32_t>(blockIdx.x)) position += count;
       total += count;
@@ -413,7 +414,8 @@ Status Prepare(cudaStream_t stream, const PrepareArgs& args) {
                          " bytes of shared memory");
   }
   const int64_t bytes = (fixed + num_warps * num_keys) * static_cast<int64_t>(sizeof(int32_t));
-  return Launch(PrepareKernel, kBlocks, static_cast<int>(num_warps) * 32, bytes, stream, args);
+  const int32_t num_blocks = std::min<int32_t>(kPrepareBlocks, args.common.workspace.num_sms);
+  return Launch(PrepareKernel, num_blocks, static_cast<int>(num_warps) * 32, bytes, stream, args);
 }
 
 Status LoadPrepare() { return Load(PrepareKernel); }

@@ -44,6 +44,15 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def skip_empty_arguments_in_several_processes() -> None:
+    """Skips a test whose arguments have no bytes: jit crashes on them (jax 0.11.2, 2 GPU processes).
+
+    The crash is in placing the argument, before any operation of ours.
+    """
+    if jax.process_count() > 1:
+        pytest.skip("jax crashes on arguments of no bytes in several processes")
+
+
 @functools.lru_cache(maxsize=None)
 def make_group(num_ranks: int, num_experts: int, num_topk: int, max_tokens_per_rank: int,
                kind: str, max_row_bytes: int = 8192) -> jax_ep.Group:
