@@ -17,7 +17,7 @@ VOCABULARY = 256  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model. The experts' number and their top-k come with the EP group."""
+    """Sizes of the model. `capacity_factor` is that of `jax_ep.flax.MoEConfig`."""
 
     num_layers: int = 2
     width: int = 128
@@ -25,7 +25,7 @@ class ModelConfig:
     expert_width: int = 128
     num_experts: int = 8
     num_topk: int = 2
-    capacity_factor: float | None = None
+    capacity_factor: float | None = 1.25
 
 
 class Attention(nnx.Module):
@@ -79,7 +79,7 @@ class Transformer(nnx.Module):
         # Small logits, so that training starts from even odds over the bytes.
         self.head = nnx.Linear(
             config.width, VOCABULARY, use_bias=False, rngs=rngs,
-            kernel_init=nnx.initializers.normal(0.02))
+            kernel_init=nnx.initializers.normal(0.04))
 
     def __call__(self, tokens: jax.Array, moe: Callable | None = None):
         """`moe(layer, x) -> (y, stats)` stands in for the MoE layers' own computation."""

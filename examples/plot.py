@@ -53,19 +53,20 @@ def _draw_loss(axis, history, uniform_nats):
               label="held-out files")
     axis.annotate(f"{held_out[-1]:.2f}", (held_out_steps[-1], held_out[-1]), xytext=(0, -13),
                   textcoords="offset points", ha="right", color=_HELD_OUT, weight="bold")
-    for nats, text in ((uniform_nats, "uniform over bytes, ln 256"), (2.0, "goal")):
+    for nats, text, x, align in ((uniform_nats, "uniform over bytes, ln 256", 0.99, "right"),
+                                 (2.0, "goal", 0.02, "left")):
         axis.axhline(nats, color=_MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-        axis.annotate(text, (1, nats), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                      textcoords="offset points", ha="right", color=_MUTED)
+        axis.annotate(text, (x, nats), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                      textcoords="offset points", ha=align, color=_MUTED)
     axis.set(title="Loss", xlabel="step", ylabel="nats per byte", xlim=(0, len(steps) * 1.01),
-             ylim=(1, uniform_nats + 0.5))
+             ylim=(1, uniform_nats + 0.4))
     axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.85))
 
 
 def _draw_load(axis, share):
-    """`share` [steps, experts] as an image over time, grey where the load is the mean."""
+    """`share` [steps, experts] as an image over time, white where the load is the mean."""
     image = axis.imshow(
-        share.T, aspect="auto", interpolation="nearest", cmap="RdGy_r", vmin=0, vmax=2,
+        share.T, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=0, vmax=2,
         extent=(0.5, len(share) + 0.5, share.shape[1] - 0.5, -0.5))
     axis.set(ylabel="expert", yticks=range(0, share.shape[1], max(1, share.shape[1] // 8)))
     return image

@@ -31,11 +31,11 @@ from model import VOCABULARY, ModelConfig, Transformer, loss_fn, make_group
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_integer("steps", 300, "Training steps, those before a resume included.")
-flags.DEFINE_integer("batch_size", 16, "Pieces of text per step.")
+flags.DEFINE_integer("steps", 400, "Training steps, those before a resume included.")
+flags.DEFINE_integer("batch_size", 8, "Pieces of text per step.")
 flags.DEFINE_integer("length", 128, "Bytes per piece.")
 flags.DEFINE_float("learning_rate", 4e-3, "Peak learning rate.")
-flags.DEFINE_float("aux_weight", 0.01, "Weight of the load-balance loss.")
+flags.DEFINE_float("aux_weight", 0.03, "Weight of the load-balance loss.")
 flags.DEFINE_integer("eval_every", 50, "Steps between looks at the held-out text.")
 flags.DEFINE_integer("seed", 0, "Of the parameters and of the pieces of text.")
 flags.DEFINE_list("mesh", ["2", "4"], "Devices along the axes data and expert.")
@@ -98,7 +98,7 @@ def run(mesh, config, group, tokens_per_step):
         return float(np.mean(losses))
 
     if not history["held_out"]:
-        history["held_out"].append((0, held_out_loss(params, 2)))
+        history["held_out"].append((0, held_out_loss(params, 8)))
     bar = tqdm.tqdm(total=FLAGS.steps, initial=len(history["nats"]), unit="step",
                     mininterval=0.1 if sys.stderr.isatty() else 10)
     for step in range(len(history["nats"]) + 1, FLAGS.steps + 1):
@@ -108,9 +108,9 @@ def run(mesh, config, group, tokens_per_step):
         history["load"].append(stats.expert_load.tolist())
         step_time = time.perf_counter() - step_time
         if step == FLAGS.steps:
-            history["held_out"].append((step, held_out_loss(params, 16)))
+            history["held_out"].append((step, held_out_loss(params, 32)))
         elif step % FLAGS.eval_every == 0:
-            history["held_out"].append((step, held_out_loss(params, 4)))
+            history["held_out"].append((step, held_out_loss(params, 8)))
         load = stats.expert_load.mean(axis=0)
         bar.set_postfix({
             "nats": f"{nats:.2f}",

@@ -76,7 +76,7 @@ def prepare(topk_idx: jax.Array, *, spec: HandleSpec) -> list[jax.Array]:
         row_topk_idx = jnp.full((num_slots, num_topk), -1, jnp.int32)
         row_topk_idx = row_topk_idx.at[row, k].set(local_expert, mode="drop")
     else:
-        row_topk_idx = jnp.zeros((0, num_topk), jnp.int32)
+        row_topk_idx = jnp.zeros((1, num_topk), jnp.int32)
     num_dropped = (routed & ~kept & (target_rank == me)).sum(dtype=jnp.int32)
 
     slots = jnp.where(kept, slot, -1).reshape((num_ranks,) + topk_idx.shape)

@@ -18,11 +18,17 @@ NUM_ROUTING = 5
 
 
 def routing_operands(handle: Handle) -> tuple[jax.Array, ...]:
-    """topk_idx, slots, row_source, row_topk_idx (empty except in layout rank), recv_slots."""
+    """topk_idx, slots, row_source, row_topk_idx (in layout rank, else nothing), recv_slots."""
     row_topk_idx = handle.row_topk_idx
     if row_topk_idx is None:
-        row_topk_idx = jnp.zeros((0, handle.group.num_topk), jnp.int32)
+        row_topk_idx = jnp.zeros(no_row_topk_idx(handle.spec), jnp.int32)
     return handle.topk_idx, handle.slots, handle.row_source, row_topk_idx, handle.recv_slots
+
+
+def no_row_topk_idx(spec: HandleSpec) -> tuple[int, int]:
+    """The shape that stands for no row_topk_idx. Not empty: as an argument of a compiled program an
+    empty array crashes jax 0.11.2 in several GPU processes."""
+    return (1, spec.group.num_topk)
 
 
 def vary(spec: HandleSpec, operands: Sequence[jax.Array]) -> list[jax.Array]:

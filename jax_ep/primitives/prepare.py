@@ -86,7 +86,7 @@ def _abstract_eval(topk_idx, *, spec):
     shapes = (
         topk_idx.shape,  # slots
         spec.row_dims,  # row_source
-        spec.value_dims if spec.layout == "rank" else (0, group.num_topk),  # row_topk_idx
+        spec.value_dims if spec.layout == "rank" else common.no_row_topk_idx(spec),  # row_topk_idx
         (group.num_ranks, group.max_tokens_per_rank, group.num_topk),  # recv_slots
         (group.num_local_experts,),  # group_sizes
         (group.num_local_experts,),  # expert_counts
