@@ -15,7 +15,7 @@ struct PrepareArgs {
   const int32_t* topk_idx = nullptr;  // [T, K]
   int32_t* slots = nullptr;           // [T, K]
   int32_t* row_source = nullptr;      // [rows]
-  int32_t* row_topk_idx = nullptr;    // [rows, K] in layout rank, else empty
+  int32_t* row_topk_idx = nullptr;    // [rows, K] in layout rank
   int32_t* recv_slots = nullptr;      // [R, max_tokens_per_rank, K]
   int32_t* group_sizes = nullptr;     // [E_local]
   int32_t* expert_counts = nullptr;   // [E_local]
