@@ -28,7 +28,7 @@ def save(path: str, history: dict, uniform_nats: float, title: str) -> None:
     load = np.asarray(history["load"], float)
     num_layers = load.shape[1]
     figure = plt.figure(figsize=(11, 4.8), dpi=150, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, weight="bold")
     grid = figure.add_gridspec(num_layers, 2, width_ratios=(1.15, 1))
     _draw_loss(figure.add_subplot(grid[:, 0]), history, uniform_nats)
 
@@ -51,8 +51,9 @@ def _draw_loss(axis, history, uniform_nats):
     held_out_steps, held_out = np.transpose(history["held_out"])
     axis.plot(held_out_steps, held_out, color=_HELD_OUT, linewidth=1.8, marker="o", markersize=3.5,
               label="held-out files")
-    axis.annotate(f"{held_out[-1]:.2f}", (held_out_steps[-1], held_out[-1]), xytext=(0, -13),
-                  textcoords="offset points", ha="right", color=_HELD_OUT, weight="bold")
+    axis.annotate(f"{held_out[-1]:.2f}", (held_out_steps[-1], held_out[-1]), xytext=(5, -4),
+                  textcoords="offset points", color=_HELD_OUT, weight="bold",
+                  annotation_clip=False)
     for nats, text, x, align in ((uniform_nats, "uniform over bytes, ln 256", 0.99, "right"),
                                  (2.0, "goal", 0.02, "left")):
         axis.axhline(nats, color=_MUTED, linewidth=0.8, linestyle=(0, (4, 3)))

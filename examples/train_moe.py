@@ -36,7 +36,7 @@ flags.DEFINE_integer("batch_size", 8, "Pieces of text per step.")
 flags.DEFINE_integer("length", 128, "Bytes per piece.")
 flags.DEFINE_float("learning_rate", 4e-3, "Peak learning rate.")
 flags.DEFINE_float("aux_weight", 0.03, "Weight of the load-balance loss.")
-flags.DEFINE_integer("eval_every", 50, "Steps between looks at the held-out text.")
+flags.DEFINE_integer("eval_every", 25, "Steps between looks at the held-out text.")
 flags.DEFINE_integer("seed", 0, "Of the parameters and of the pieces of text.")
 flags.DEFINE_list("mesh", ["2", "4"], "Devices along the axes data and expert.")
 flags.DEFINE_enum("backend", None, ["cuda", "cpu", "xla"], "Of jax_ep; default: the best one here.")
@@ -110,14 +110,14 @@ def run(mesh, config, group, tokens_per_step):
         if step == FLAGS.steps:
             history["held_out"].append((step, held_out_loss(params, 32)))
         elif step % FLAGS.eval_every == 0:
-            history["held_out"].append((step, held_out_loss(params, 8)))
-        load = stats.expert_load.mean(axis=0)
+            history["held_out"].append((step, held_out_loss(params, 4)))
+        load = np.mean(stats.expert_load, axis=0)
         bar.set_postfix({
             "nats": f"{nats:.2f}",
             "held out": f"{history['held_out'][-1][1]:.2f}",
             "tokens/s": f"{tokens_per_step / step_time:.0f}",
             "load max/mean": f"{load.max() / load.mean():.2f}",
-            "dropped": f"{stats.num_dropped.sum() / stats.topk_idx.size:.1%}",
+            "dropped": f"{np.sum(stats.num_dropped) / stats.topk_idx.size:.1%}",
         }, refresh=False)
         bar.update()
         if checkpoints and (step % FLAGS.checkpoint_every == 0 or step == FLAGS.steps):
@@ -130,8 +130,10 @@ def run(mesh, config, group, tokens_per_step):
     first, last = history["held_out"][0][1], history["held_out"][-1][1]
     print(f"Held-out loss: {first:.3f} -> {last:.3f} nats per byte in {FLAGS.steps} steps "
           f"(uniform: {math.log(VOCABULARY):.3f})")
-    write_report(history, f"{mesh.size} devices, {config.num_experts} experts, "
-                          f"top-{config.num_topk}, backend {group.backend}")
+    write_report(
+        history,
+        f"{num_params / 1e6:.1f} M parameter MoE transformer on {mesh.size} devices: "
+        f"{config.num_experts} experts, top-{config.num_topk}, backend {group.backend}")
     differences = dense_check.compare(
         graphdef, params, batch(held_out_text, 0), FLAGS.aux_weight)
     return dense_check.check(differences)
@@ -183,7 +185,7 @@ def write_report(history, title):
     folder = pathlib.Path(FLAGS.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "history.json").write_text(json.dumps(history))
-    plot.save(folder / "train_moe.png", history, math.log(VOCABULARY), f"MoE training: {title}")
+    plot.save(folder / "train_moe.png", history, math.log(VOCABULARY), title)
     print(f"Wrote {folder / 'train_moe.png'} and {folder / 'history.json'}")
 
 
