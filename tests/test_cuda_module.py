@@ -30,7 +30,8 @@ assert machine["runtime_version"] >= 12000, machine
 libraries = {line.split("/")[-1] for line in open("/proc/self/maps")}
 assert not any("libcudart" in library for library in libraries), libraries
 """
-    subprocess.run([sys.executable, "-c", code], check=True,
+    # -P: the current folder may hold a jax_ep that is not the one under test.
+    subprocess.run([sys.executable, "-P", "-c", code], check=True,
                    env={"PATH": "", "CUDA_VISIBLE_DEVICES": "",
                         "PYTHONPATH": ":".join(p for p in sys.path if p)})
 
