@@ -73,13 +73,14 @@ class Transformer(nnx.Module):
     """Bytes [batch, length] -> logits of the next byte, and every layer's MoE statistics."""
 
     def __init__(self, config: ModelConfig, group: jax_ep.Group, *, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCABULARY, config.width, rngs=rngs)
+        self.embed = nnx.Embed(
+            VOCABULARY, config.width, rngs=rngs, embedding_init=nnx.initializers.normal(0.5))
         self.blocks = nnx.List(Block(config, group, rngs=rngs) for _ in range(config.num_layers))
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         # Small logits, so that training starts from even odds over the bytes.
         self.head = nnx.Linear(
             config.width, VOCABULARY, use_bias=False, rngs=rngs,
-            kernel_init=nnx.initializers.normal(0.04))
+            kernel_init=nnx.initializers.normal(0.06))
 
     def __call__(self, tokens: jax.Array, moe: Callable | None = None):
         """`moe(layer, x) -> (y, stats)` stands in for the MoE layers' own computation."""

@@ -36,7 +36,7 @@ flags.DEFINE_integer("batch_size", 8, "Pieces of text per step.")
 flags.DEFINE_integer("length", 128, "Bytes per piece.")
 flags.DEFINE_float("learning_rate", 4e-3, "Peak learning rate.")
 flags.DEFINE_float("aux_weight", 0.03, "Weight of the load-balance loss.")
-flags.DEFINE_integer("eval_every", 25, "Steps between looks at the held-out text.")
+flags.DEFINE_integer("eval_every", 50, "Steps between looks at the held-out text.")
 flags.DEFINE_integer("seed", 0, "Of the parameters and of the pieces of text.")
 flags.DEFINE_list("mesh", ["2", "4"], "Devices along the axes data and expert.")
 flags.DEFINE_enum("backend", None, ["cuda", "cpu", "xla"], "Of jax_ep; default: the best one here.")
@@ -93,12 +93,11 @@ def run(mesh, config, group, tokens_per_step):
 
     train_step, eval_step = make_steps(graphdef, optimizer, params, opt_state)
 
-    def held_out_loss(params, num_batches):
-        losses = [eval_step(params, batch(held_out_text, i)) for i in range(num_batches)]
-        return float(np.mean(losses))
+    def held_out_loss(params):
+        return float(np.mean([eval_step(params, batch(held_out_text, i)) for i in range(16)]))
 
     if not history["held_out"]:
-        history["held_out"].append((0, held_out_loss(params, 8)))
+        history["held_out"].append((0, held_out_loss(params)))
     bar = tqdm.tqdm(total=FLAGS.steps, initial=len(history["nats"]), unit="step",
                     mininterval=0.1 if sys.stderr.isatty() else 10)
     for step in range(len(history["nats"]) + 1, FLAGS.steps + 1):
@@ -107,10 +106,8 @@ def run(mesh, config, group, tokens_per_step):
         history["nats"].append(float(nats))
         history["load"].append(stats.expert_load.tolist())
         step_time = time.perf_counter() - step_time
-        if step == FLAGS.steps:
-            history["held_out"].append((step, held_out_loss(params, 32)))
-        elif step % FLAGS.eval_every == 0:
-            history["held_out"].append((step, held_out_loss(params, 4)))
+        if step % FLAGS.eval_every == 0 or step == FLAGS.steps:
+            history["held_out"].append((step, held_out_loss(params)))
         load = np.mean(stats.expert_load, axis=0)
         bar.set_postfix({
             "nats": f"{nats:.2f}",
