@@ -197,8 +197,8 @@ def nnx_model(axis_type):
     return NnxModel(config, nnx.Rngs(jax.random.key(0, impl="rbg")))
 
 
-@pytest.mark.parametrize("axis_type", [
-    AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_nnx_module(axis_type):
     model = nnx_model(axis_type)
     config = model.moe.config
