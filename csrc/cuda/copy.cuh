@@ -20,7 +20,10 @@ __device__ __forceinline__ void Store(T* p, const T& v) {
   *p = v;
 }
 
-// Fills one row with a byte: 0, or 0xff where the true values could not be had (a NaN).
+// What fills results that could not be had: a NaN in every float dtype, -1 in integers.
+inline constexpr uint8_t kPoison = 0xff;
+
+// Fills one row with a byte.
 __device__ __forceinline__ void FillRow(std::byte* to, int64_t bytes, uint8_t value) {
   const int32_t lane = threadIdx.x % 32;
   if ((reinterpret_cast<uintptr_t>(to) | static_cast<uintptr_t>(bytes)) % 16 == 0) {

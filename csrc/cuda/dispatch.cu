@@ -1,47 +1,46 @@
-#include <algorithm>
-
 #include "csrc/core/slots.h"
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/mover.cuh"
+#include "csrc/cuda/quantize.cuh"
 #include "csrc/cuda/signal.cuh"
 
-// Every rank puts its tokens into its own workspace, and pulls those that it needs from the others:
-// each once over the link, then to all its rows. Some warps of a block stage, the others pull, tile
-// by tile behind the stagers of all ranks.
+// Every rank puts its tokens into its own workspace, cast to fp8 where that is asked for, and pulls
+// those that it needs from the others: each once over the link, then to all its rows. Some warps of
+// a block stage first; all pull, tile by tile behind the stagers of the other ranks.
 namespace jax_ep::cuda {
 namespace {
 
+constexpr int kStageWarps = 8;
+constexpr int kWarps = 16;
 constexpr int kTile = 8;  // tokens that become ready together
 constexpr int kStageBarrier = 1;
+constexpr int kPullQueue = 0;
 
-template <typename Mover>
-__device__ void MoveRow(Mover& mover, const std::byte* from, int64_t bytes, std::byte* to) {
-  for (int64_t offset = 0; offset < bytes; offset += Mover::kMaxBytes) {
-    const int64_t left = bytes - offset;
-    mover.Move(from + offset, left < Mover::kMaxBytes ? left : Mover::kMaxBytes,
-               to == nullptr ? nullptr : to + offset);
-  }
-}
-
-template <typename Mover>
-__device__ void Stage(const MoveArgs& args, Operation& operation, Mover& mover, int warp) {
-  constexpr int kThreads = Mover::kStageWarps * 32;
+// Puts this rank's tokens into its workspace, and tells those who will read them there: the peers,
+// and this rank itself if leaves are cast (kCasts), for then its own rows are not those it was given.
+template <typename Mover, bool kCasts>
+__device__ void Stage(const MoveArgs& args, Operation& operation, Mover& mover) {
+  constexpr int kThreads = kStageWarps * 32;
   const Workspace& workspace = args.common.workspace;
   const int32_t num_topk = args.common.shape.num_topk;
+  const int32_t warp = threadIdx.x / 32;
   const int32_t lane = threadIdx.x % 32;
   std::byte* const staging = workspace.base[workspace.rank] + workspace.layout.staging_offset();
   const int32_t num_tokens = args.common.num_tokens;
-  int32_t count = 0;
   for (int32_t first = blockIdx.x * kTile; first < num_tokens; first += gridDim.x * kTile) {
     for (int32_t token = first + warp; token < min(first + kTile, num_tokens);
-         token += Mover::kStageWarps) {
+         token += kStageWarps) {
       std::byte* const row = staging + token * args.staging_row_bytes;
       for (int32_t i = 0; i < args.num_leaves; ++i) {
         const Leaf& leaf = args.leaves[i];
-        MoveRow(mover, leaf.tokens + token * leaf.row_bytes, leaf.row_bytes,
-                lane == 0 ? row + leaf.staging_offset : nullptr);
+        if (kCasts && leaf.quantize != Quantize::kNone) {
+          CastRow(leaf, token, row + leaf.staging_offset, row + leaf.scales_offset);
+        } else {
+          MoveRow(mover, leaf.tokens + token * leaf.row_bytes, leaf.row_bytes,
+                  lane == 0 ? row + leaf.staging_offset : nullptr);
+        }
       }
       if (args.values.tokens == nullptr) continue;
       for (int32_t k = lane; k < num_topk; k += 32) {
@@ -51,10 +50,9 @@ __device__ void Stage(const MoveArgs& args, Operation& operation, Mover& mover, 
       }
     }
     mover.Finish();
-    ++count;
     ptx::NamedBarrier(kStageBarrier, kThreads);
-    for (int32_t peer = warp * 32 + lane; peer < operation.num_ranks(); peer += kThreads) {
-      if (peer != workspace.rank) operation.Ready(peer, count);
+    for (int32_t peer = threadIdx.x; peer < operation.num_ranks(); peer += kThreads) {
+      if (kCasts || peer != workspace.rank) operation.Ready(peer, first / kTile);
     }
   }
 }
@@ -70,8 +68,8 @@ struct Placement {
     for (int half = 0; half < 2; ++half) {
       const int32_t k = half * 32 + threadIdx.x % 32;
       slots[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
-      mine[half] = __ballot_sync(~0u, slots[half] != kNoSlot);
     }
+    for (int half = 0; half < 2; ++half) mine[half] = __ballot_sync(~0u, slots[half] != kNoSlot);
   }
 
   __device__ bool Any() const { return (mine[0] | mine[1]) != 0; }
@@ -85,40 +83,33 @@ struct Placement {
   }
 };
 
-// A token of some rank.
-struct Token {
-  int32_t source;
-  int32_t token;
-};
-
-// Brings a token to its rows here.
-template <typename Mover>
-__device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mover,
-                          const Token& from, const Placement& placement) {
+// Brings token `token` of rank `source` to its rows here.
+template <typename Mover, bool kCasts>
+__device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mover, int32_t source,
+                          int32_t token) {
+  const Placement placement(args, source, token);
+  if (!placement.Any()) return;
   const Workspace& workspace = args.common.workspace;
   const int32_t num_topk = args.common.shape.num_topk;
   const int32_t lane = threadIdx.x % 32;
   const bool by_token = args.common.shape.layout == Layout::kRank;
-  const bool own = from.source == workspace.rank;
-  const std::byte* const staged = workspace.base[from.source] +
-                                  workspace.layout.staging_offset() +
-                                  from.token * args.staging_row_bytes;
-  bool good = !operation.Failed();
-  if (!own) {
-    const int32_t tile = from.token / kTile;
+  const bool in_place = source == workspace.rank && !kCasts;  // not staged
+  const std::byte* const staged = workspace.base[source] + workspace.layout.staging_offset() +
+                                  token * args.staging_row_bytes;
+  bool good = true;
+  if (!in_place) {
     if (lane == 0) {
-      good = operation.WaitReady(from.source, tile % gridDim.x, tile / gridDim.x + 1);
+      good = operation.WaitReady(source, token / kTile);
       ptx::FenceProxyAsync();
     }
     good = __shfl_sync(~0u, good, 0);
-    __syncwarp();
   }
 
   // The values arrive while the rows are moved.
   const PairValues& values = args.values;
   const std::byte* const token_values =
-      own ? values.tokens + int64_t{from.token} * num_topk * values.bytes
-          : staged + values.staging_offset;
+      in_place ? values.tokens + int64_t{token} * num_topk * values.bytes
+               : staged + values.staging_offset;
   uint64_t value[2] = {};
   for (int half = 0; half < 2; ++half) {
     if (values.rows == nullptr || placement.slots[half] == kNoSlot) continue;
@@ -129,15 +120,19 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   for (int half = 0; half < 2; ++half) {
     const int64_t row = placement.Row(half, by_token);
     if (!__any_sync(~0u, row >= 0)) continue;
+    auto move = [&](const std::byte* from, int64_t bytes, std::byte* rows) {
+      std::byte* const to = row >= 0 ? rows + row * bytes : nullptr;
+      if (good) {
+        MoveRow(mover, from, bytes, to);
+      } else {
+        for (int64_t i = 0; to != nullptr && i < bytes; ++i) to[i] = std::byte{kPoison};
+      }
+    };
     for (int32_t i = 0; i < args.num_leaves; ++i) {
       const Leaf& leaf = args.leaves[i];
-      std::byte* const to = row >= 0 ? leaf.rows + row * leaf.row_bytes : nullptr;
-      if (good) {
-        MoveRow(mover, own ? leaf.tokens + from.token * leaf.row_bytes : staged + leaf.staging_offset,
-                leaf.row_bytes, to);
-      } else if (to != nullptr) {
-        for (int64_t j = 0; j < leaf.row_bytes; ++j) to[j] = static_cast<std::byte>(0xff);
-      }
+      move(in_place ? leaf.tokens + token * leaf.row_bytes : staged + leaf.staging_offset,
+           leaf.row_bytes, leaf.rows);
+      if (kCasts && leaf.scales != nullptr) move(staged + leaf.scales_offset, leaf.scale_bytes, leaf.scales);
     }
   }
 
@@ -155,107 +150,92 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   }
 }
 
-// Goes through the tokens of all ranks in the order in which they become ready, the ranks in turn,
-// beginning after this one so that not all ranks pull from the same.
-template <typename Mover>
-__device__ void Pull(const MoveArgs& args, Operation& operation, Mover& mover, int warp) {
-  const int32_t num_ranks = operation.num_ranks();
-  const int64_t tasks = int64_t{num_ranks} * args.common.shape.max_tokens_per_rank;
-  const int64_t stride = int64_t{gridDim.x} * Mover::kPullWarps;
-  auto get = [&](int64_t task) -> Token {
-    const int32_t turn = static_cast<int32_t>(task % num_ranks);
-    return {(args.common.workspace.rank + 1 + turn) % num_ranks,
-            static_cast<int32_t>(task / num_ranks)};
-  };
-  int64_t task = int64_t{blockIdx.x} * Mover::kPullWarps + warp;
-  if (task >= tasks) return;
-  Token token = get(task);
-  Placement placement(args, token.source, token.token);
-  while (true) {
-    // The next token's slots arrive while this one is moved.
-    task += stride;
-    const bool last = task >= tasks;
-    const Token next = last ? token : get(task);
-    const Placement next_placement(args, next.source, next.token);
-    if (placement.Any()) PullToken(args, operation, mover, token, placement);
-    if (last) break;
-    token = next;
-    placement = next_placement;
-  }
-  mover.Finish();
-}
-
-// Zeroes the rows that no token fills.
-__device__ void ZeroRows(const MoveArgs& args) {
+// Fills the rows for which `wanted(row_source)`, of this block's threads [0, num_threads), with a
+// byte.
+template <typename Wanted>
+__device__ void FillRows(const MoveArgs& args, int32_t num_threads, uint8_t value, Wanted wanted) {
   const Shape& shape = args.common.shape;
+  const int32_t lane = threadIdx.x % 32;
   const int32_t values_per_row = shape.layout == Layout::kRank ? shape.num_topk : 1;
-  const int32_t warps = blockDim.x / 32;
-  for (int64_t row = int64_t{blockIdx.x} * warps + threadIdx.x / 32; row < shape.num_rows();
-       row += int64_t{gridDim.x} * warps) {
-    if (args.row_source[row] >= 0) continue;
-    for (int32_t i = 0; i < args.num_leaves; ++i) {
-      const Leaf& leaf = args.leaves[i];
-      FillRow(leaf.rows + row * leaf.row_bytes, leaf.row_bytes, 0);
-    }
-    if (args.values.rows != nullptr) {
-      const int64_t bytes = int64_t{args.values.bytes} * values_per_row;
-      FillRow(args.values.rows + row * bytes, bytes, 0);
+  const int64_t value_bytes = int64_t{args.values.bytes} * values_per_row;
+  const int64_t num_rows = shape.num_rows();
+  // A warp looks at 32 rows together.
+  for (int64_t base = int64_t{blockIdx.x} * num_threads + threadIdx.x / 32 * 32; base < num_rows;
+       base += int64_t{gridDim.x} * num_threads) {
+    const bool mine = base + lane < num_rows && wanted(args.row_source[base + lane]);
+    for (uint32_t left = __ballot_sync(~0u, mine); left != 0; left &= left - 1) {
+      const int64_t row = base + __ffs(left) - 1;
+      for (int32_t i = 0; i < args.num_leaves; ++i) {
+        const Leaf& leaf = args.leaves[i];
+        FillRow(leaf.rows + row * leaf.row_bytes, leaf.row_bytes, value);
+        if (leaf.scales != nullptr) {
+          FillRow(leaf.scales + row * leaf.scale_bytes, leaf.scale_bytes, value);
+        }
+      }
+      if (args.values.rows != nullptr) {
+        FillRow(args.values.rows + row * value_bytes, value_bytes, value);
+      }
     }
   }
 }
 
-template <typename Mover>
-constexpr int kThreads = (Mover::kStageWarps + Mover::kPullWarps) * 32;
-
-template <typename Mover>
-__global__ void __launch_bounds__(kThreads<Mover>, 1)
+template <typename Mover, bool kCasts>
+__global__ void __launch_bounds__(kWarps * 32, 1)
     DispatchKernel(const __grid_constant__ MoveArgs args) {
   extern __shared__ __align__(128) std::byte shared[];
   const Shape& shape = args.common.shape;
   const Workspace& workspace = args.common.workspace;
   const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
                         static_cast<uint32_t>(args.num_leaves);
-  Operation operation(workspace, Op::kDispatch, site, args.common.position);
-  operation.Enter();
-
-  const int warp = threadIdx.x / 32;
-  Mover mover(shared, warp);
-  if (warp < Mover::kStageWarps) {
-    if (shape.num_ranks > 1) Stage(args, operation, mover, warp);
-  } else {
-    Pull(args, operation, mover, warp - Mover::kStageWarps);
+  Operation operation(args.common, Op::kDispatch, site);
+  if (!operation.Enter()) {
+    return FillRows(args, kWarps * 32, kPoison, [](int32_t) { return true; });
   }
-  ZeroRows(args);
+
+  const int32_t warp = threadIdx.x / 32;
+  Mover mover(shared, warp);
+  if (warp < kStageWarps) {
+    if (shape.num_ranks > 1 || kCasts) Stage<Mover, kCasts>(args, operation, mover);
+    FillRows(args, kStageWarps * 32, 0, [](int32_t source) { return source < 0; });
+  }
+  // The tokens of all ranks in the order in which they become ready, the ranks in turn, beginning
+  // after this one so that not all ranks pull from the same.
+  ForEachTask(operation, kPullQueue, int64_t{shape.num_ranks} * shape.max_tokens_per_rank,
+              [&](int32_t task) {
+                const int32_t source = (workspace.rank + 1 + task % shape.num_ranks) %
+                                       shape.num_ranks;
+                PullToken<Mover, kCasts>(args, operation, mover, source, task / shape.num_ranks);
+              });
+  mover.Finish();
   operation.Leave();
 }
 
 template <typename Mover>
 Status LaunchWith(cudaStream_t stream, const MoveArgs& args) {
-  constexpr int64_t kSharedBytes =
-      Mover::kSharedBytesPerWarp * (Mover::kStageWarps + Mover::kPullWarps);
-  return Launch(DispatchKernel<Mover>, args.common.workspace.num_sms, kThreads<Mover>,
-                kSharedBytes, stream, args);
+  bool casts = false;
+  for (int32_t i = 0; i < args.num_leaves; ++i) {
+    casts |= args.leaves[i].quantize != Quantize::kNone;
+  }
+  return Launch(casts ? DispatchKernel<Mover, true> : DispatchKernel<Mover, false>,
+                args.common.workspace.num_sms, kWarps * 32, Mover::kSharedBytesPerWarp * kWarps,
+                stream, args);
+}
+
+template <typename Mover>
+Status LoadBoth() {
+  if (Status status = Load(DispatchKernel<Mover, true>); !status.ok()) return status;
+  return Load(DispatchKernel<Mover, false>);
 }
 
 }  // namespace
 
 Status Dispatch(cudaStream_t stream, const MoveArgs& args) {
-  bool aligned = true;
-  for (int32_t i = 0; i < args.num_leaves; ++i) {
-    const Leaf& leaf = args.leaves[i];
-    aligned = aligned && (reinterpret_cast<uintptr_t>(leaf.tokens) |
-                          reinterpret_cast<uintptr_t>(leaf.rows) |
-                          static_cast<uintptr_t>(leaf.row_bytes)) % 16 == 0;
-  }
-  return aligned && HasBulkCopies() ? LaunchWith<BulkMover>(stream, args)
-                                    : LaunchWith<VectorMover>(stream, args);
+  return HasBulkCopies() ? LaunchWith<BulkMover>(stream, args)
+                         : LaunchWith<VectorMover>(stream, args);
 }
 
 Status LoadDispatch() {
-  if (HasBulkCopies()) {
-    if (Status status = Load(DispatchKernel<BulkMover>); !status.ok()) return status;
-  }
-  return Load(DispatchKernel<VectorMover>);
+  return HasBulkCopies() ? LoadBoth<BulkMover>() : LoadBoth<VectorMover>();
 }
 
 }  // namespace jax_ep::cuda

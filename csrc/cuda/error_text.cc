@@ -15,14 +15,13 @@ const char* OpName(int64_t op) {
   return "no operation";
 }
 
-// A word of signal.cuh: an operation's number, what it is and where it was called, and a count.
+// A word of signal.cuh: an operation's number, and a tag that says which operation it is.
 struct Signal {
-  explicit Signal(uint64_t word) : epoch(word >> 32), tag(word >> 16 & 0xffff), count(word & 0xffff) {}
-  std::string Op() const { return OpName(tag >> 12); }
+  explicit Signal(uint64_t word) : epoch(word >> 32), tag(word & 0xffffffff) {}
+  std::string Op() const { return OpName(tag >> 28); }
 
   uint64_t epoch;
   uint64_t tag;
-  uint64_t count;
 };
 
 std::string Number(uint64_t value) { return std::to_string(value); }
@@ -47,16 +46,15 @@ std::string Happened(const ErrorRecord& record, const std::string& waited) {
       const Signal expected(record.expected);
       const Signal seen(record.seen);
       return rank + waited + peer + "'s data (expected operation " + Number(expected.epoch) +
-             ", part " + Number(expected.count) + "; last seen " + seen.Op() + " as operation " +
-             Number(seen.epoch) + ", part " + Number(seen.count) + ")";
+             "; last seen " + seen.Op() + " as operation " + Number(seen.epoch) + ")";
     }
     case Phase::kBarrier:
       return rank + waited + "its own thread blocks (expected " + Number(record.expected) +
              " arrivals, seen " + Number(record.seen) +
              "): the blocks of all ranks that share a GPU must fit on it together, see num_sms";
     case Phase::kMismatch: {
-      const std::string mine = OpName(static_cast<int64_t>(record.expected) >> 12);
-      const std::string theirs = OpName(static_cast<int64_t>(record.seen) >> 12);
+      const std::string mine = OpName(static_cast<int64_t>(record.expected) >> 28);
+      const std::string theirs = OpName(static_cast<int64_t>(record.seen) >> 28);
       return rank + " runs " + mine + " while " + peer + " runs " +
              (mine == theirs ? "another " : "") + theirs + " (expected tag " +
              Number(record.expected) + ", seen " + Number(record.seen) +
@@ -69,6 +67,8 @@ std::string Happened(const ErrorRecord& record, const std::string& waited) {
     case Phase::kInput:
       return rank + " has a topk_idx of " + std::to_string(static_cast<int64_t>(record.seen)) +
              ", outside [-1, " + Number(record.expected) + ")";
+    case Phase::kPeerFailed:
+      return rank + " stopped because " + peer + " had failed; its own error says why";
   }
   return rank + " failed in phase " + std::to_string(record.phase) + " at " + peer +
          " (expected " + Number(record.expected) + ", seen " + Number(record.seen) + ")";

@@ -11,9 +11,9 @@
 #include <utility>
 
 #include "csrc/comm/on_device.h"
-#include "csrc/cuda/error_records.h"
 #include "csrc/cuda/error_text.h"
 #include "csrc/cuda/kernels.h"
+#include "csrc/cuda/rank_states.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -38,21 +38,32 @@ Status Group::Open(GroupSettings settings, int device, std::shared_ptr<Group>* g
                          " ranks, got " + std::to_string(layout.num_ranks));
   }
   std::shared_ptr<Group> opened(new Group(std::move(settings), device));
-  Status status = comm::OnDevice(device, [&] {
-    Status status = LoadKernelsOnce(device);
-    if (!status.ok()) return status;
-    return AcquireErrorRecord(opened->settings_.id, &opened->error_);
-  });
-  if (status.ok()) {
-    status = comm::SymmetricMemory::Allocate(device, opened->settings_.layout.total_bytes(),
-                                             &opened->memory_);
-  }
+  Status status = opened->Allocate();
   if (status.ok()) *group = std::move(opened);
   return status;
 }
 
+Status Group::Allocate() {
+  Status status = comm::OnDevice(device_, [&] {
+    if (Status status = LoadKernelsOnce(device_); !status.ok()) return status;
+    void* record = nullptr;
+    Status status = comm::CheckCuda(
+        cudaHostAlloc(&record, sizeof(ErrorRecord), cudaHostAllocPortable | cudaHostAllocMapped),
+        "allocating pinned host memory");
+    if (!status.ok()) return status;
+    error_ = new (record) ErrorRecord;
+    return AcquireRankState(device_, settings_.id, &state_);
+  });
+  if (!status.ok()) return status;
+  return comm::SymmetricMemory::Allocate(device_, settings_.layout.total_bytes(), &memory_);
+}
+
 Group::~Group() {
-  if (error_ != nullptr) ReleaseErrorRecord(error_);
+  comm::OnDevice(device_, [&] {
+    if (state_ != nullptr) ReleaseRankState(device_, state_);
+    if (error_ != nullptr) cudaFreeHost(error_);
+    return Status();
+  });
 }
 
 Status Group::Connect(const std::vector<std::string>& handles, int32_t num_sms) {
@@ -69,6 +80,7 @@ Status Group::Connect(const std::vector<std::string>& handles, int32_t num_sms) 
   if (!status.ok()) return status;
   workspace_.layout = settings_.layout;
   workspace_.group = settings_.id;
+  workspace_.state = state_;
   workspace_.rank = settings_.rank;
   workspace_.num_sms = num_sms;
   workspace_.timeout_ns = static_cast<uint64_t>(settings_.timeout_s * 1e9);
@@ -78,9 +90,12 @@ Status Group::Connect(const std::vector<std::string>& handles, int32_t num_sms) 
 }
 
 void Group::Disconnect() {
-  RetireErrorRecord(error_);
-  comm::OnDevice(device_, [] {
-    return comm::CheckCuda(cudaDeviceSynchronize(), "waiting for a group's kernels");
+  comm::OnDevice(device_, [&] {
+    auto wait = [] { return comm::CheckCuda(cudaDeviceSynchronize(), "waiting for kernels"); };
+    if (Status status = wait(); !status.ok()) return status;
+    // A replayed program may begin at any time; from now on its kernels turn back.
+    if (Status status = RetireRankState(state_); !status.ok()) return status;
+    return wait();
   });
   memory_->Disconnect();
 }

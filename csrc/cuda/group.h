@@ -44,11 +44,13 @@ class Group {
 
  private:
   Group(GroupSettings settings, int device) : settings_(std::move(settings)), device_(device) {}
+  Status Allocate();
 
   const GroupSettings settings_;
   const int device_;
   Workspace workspace_;
-  ErrorRecord* error_ = nullptr;
+  RankState* state_ = nullptr;
+  ErrorRecord* error_ = nullptr;  // pinned host memory
   std::unique_ptr<comm::SymmetricMemory> memory_;
 };
 

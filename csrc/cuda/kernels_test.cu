@@ -95,6 +95,7 @@ void UseDeviceOf(int32_t rank) { Must(cudaSetDevice(rank % NumDevices())); }
 // One rank's arrays.
 struct Rank {
   cudaStream_t stream;
+  std::unique_ptr<Array<RankState>> state;
   std::unique_ptr<Bytes> workspace;
   std::unique_ptr<Ints> position, topk_idx, slots, row_source, row_topk_idx, recv_slots,
       group_sizes, expert_counts, num_rows, num_dropped;
@@ -132,6 +133,7 @@ class World {
     for (int32_t r = 0; r < c.num_ranks; ++r) {
       Workspace workspace;
       workspace.layout = layout_;
+      workspace.state = ranks_[r].state->device;
       workspace.rank = r;
       workspace.num_sms = c.num_sms;
       workspace.timeout_ns = 5'000'000'000;
@@ -298,6 +300,8 @@ class World {
     Must(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
     rank.workspace = std::make_unique<Bytes>(layout_.total_bytes());
     Must(cudaMemset(rank.workspace->device, 0, layout_.staging_offset()));
+    rank.state = std::make_unique<Array<RankState>>(1);
+    rank.state->Upload();
     Must(cudaDeviceSynchronize());
     const int64_t pairs = int64_t{case_.num_tokens} * case_.num_topk;
     const int64_t rows = shape_.num_rows();

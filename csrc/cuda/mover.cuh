@@ -14,14 +14,14 @@ namespace jax_ep::cuda {
 // Through registers: any alignment, any GPU.
 class VectorMover {
  public:
-  static constexpr int kStageWarps = 4;
-  static constexpr int kPullWarps = 12;
   static constexpr int64_t kMaxBytes = int64_t{1} << 40;  // of one piece
   static constexpr int64_t kSharedBytesPerWarp = 0;
 
   __device__ VectorMover(std::byte* /*shared*/, int /*warp*/) {}
 
-  __device__ void Move(const std::byte* from, int64_t bytes, std::byte* to) {
+  static __device__ bool Takes(const std::byte*, int64_t, const std::byte*) { return true; }
+
+  static __device__ void Move(const std::byte* from, int64_t bytes, std::byte* to) {
     const uint32_t targets = __ballot_sync(~0u, to != nullptr);
     const uintptr_t all = reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes) |
                           __reduce_or_sync(~0u, static_cast<uint32_t>(
@@ -45,7 +45,7 @@ class VectorMover {
   static constexpr int kUnroll = 8;
 
   template <typename T>
-  __device__ static void CopyToAll(const std::byte* from, int64_t bytes, uint32_t targets,
+  static __device__ void CopyToAll(const std::byte* from, int64_t bytes, uint32_t targets,
                                    std::byte* to) {
     const int32_t lane = threadIdx.x % 32;
     const int64_t count = bytes / static_cast<int64_t>(sizeof(T));
@@ -74,11 +74,8 @@ class VectorMover {
 // While a piece is stored, the next one is already loading.
 class BulkMover {
  public:
-  // Many warps with small pieces: a warp waits in turn for its load and for its stores.
-  static constexpr int kStageWarps = 4;
-  static constexpr int kPullWarps = 24;
-  static constexpr int64_t kMaxBytes = 3584;
-  static constexpr int kStages = 2;
+  static constexpr int64_t kMaxBytes = 3584;  // of one piece
+  static constexpr int kStages = 3;
   static constexpr int64_t kSharedBytesPerWarp = kStages * (kMaxBytes + 16);
 
   __device__ BulkMover(std::byte* shared, int warp) {
@@ -92,6 +89,13 @@ class BulkMover {
     }
     __syncwarp();
 #endif
+  }
+
+  // Whether all places allow it.
+  static __device__ bool Takes(const std::byte* from, int64_t bytes, const std::byte* to) {
+    const auto places = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(to));
+    return (__reduce_or_sync(~0u, places) | reinterpret_cast<uintptr_t>(from) |
+            static_cast<uintptr_t>(bytes)) % 16 == 0;
   }
 
   __device__ void Move(const std::byte* from, int64_t bytes, std::byte* to) {
@@ -139,6 +143,17 @@ class BulkMover {
   uint32_t bytes_ = 0;  // of the piece loaded last, until it is finished
   uint32_t count_ = 0;  // pieces so far
 };
+
+// Moves a whole row.
+template <typename Mover>
+__device__ void MoveRow(Mover& mover, const std::byte* from, int64_t bytes, std::byte* to) {
+  if (!Mover::Takes(from, bytes, to)) return VectorMover::Move(from, bytes, to);
+  for (int64_t offset = 0; offset < bytes; offset += Mover::kMaxBytes) {
+    const int64_t left = bytes - offset;
+    mover.Move(from + offset, left < Mover::kMaxBytes ? left : Mover::kMaxBytes,
+               to == nullptr ? nullptr : to + offset);
+  }
+}
 
 }  // namespace jax_ep::cuda
 

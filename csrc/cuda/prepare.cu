@@ -13,6 +13,8 @@ namespace {
 
 constexpr int kPrepareBlocks = 32;
 constexpr int kMaxWarps = 16;
+// Loads of a lane that are under way together.
+constexpr int kUnroll = 4;
 
 // What is sorted by: the expert, or in layout rank the rank.
 JAX_EP_HOST_DEVICE int32_t NumKeys(const Shape& shape) {
@@ -29,9 +31,9 @@ class Indices {
             args.common.workspace.layout.topk_offset())),
         first_token_(first_token) {}
 
-  // The rank and token, as Source has them, of token number `index` among all ranks' tokens.
-  __device__ Source Find(int32_t index) const {
-    int32_t rank = 0;
+  // The rank and token, as Source has them, of token number `index` among all ranks' tokens, which
+  // is not of a rank before `rank`.
+  __device__ Source Find(int32_t index, int32_t rank) const {
     while (index >= first_token_[rank + 1]) ++rank;
     return {rank, index - first_token_[rank], 0};
   }
@@ -50,23 +52,39 @@ class Indices {
   const int32_t* first_token_;
 };
 
-// Sends this rank's indices to every rank, and -1 for those that name no expert.
+// This rank's index, or -1 where it names no expert.
+__device__ int32_t Checked(const PrepareArgs& args, Operation& operation, int32_t expert) {
+  const int32_t num_experts = args.common.shape.num_experts;
+  if (expert >= -1 && expert < num_experts) return expert;
+  operation.Fail(Phase::kInput, args.common.workspace.rank, num_experts, expert);
+  return -1;
+}
+
+// Sends this rank's indices to every rank.
 __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
   const int64_t num_pairs = int64_t{args.common.num_tokens} * shape.num_topk;
   const int64_t mine = int64_t{workspace.rank} * shape.max_tokens_per_rank * shape.num_topk;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < num_pairs;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    int32_t expert = args.topk_idx[i];
-    if (expert < -1 || expert >= shape.num_experts) {
-      operation.Fail(Phase::kInput, workspace.rank, shape.num_experts, expert);
-      expert = -1;
-    }
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
+  auto topk = [&](int32_t peer) {
+    return reinterpret_cast<int32_t*>(workspace.base[peer] + workspace.layout.topk_offset()) + mine;
+  };
+  // By four, as far as all addresses allow it.
+  const bool aligned = (reinterpret_cast<uintptr_t>(args.topk_idx) / 4 | mine) % 4 == 0;
+  const int64_t num_quads = aligned ? num_pairs / 4 : 0;
+  for (int64_t i = thread; i < num_quads; i += num_threads) {
+    int4 experts = reinterpret_cast<const int4*>(args.topk_idx)[i];
+    experts = {Checked(args, operation, experts.x), Checked(args, operation, experts.y),
+               Checked(args, operation, experts.z), Checked(args, operation, experts.w)};
     for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      auto* topk = reinterpret_cast<int32_t*>(workspace.base[peer] + workspace.layout.topk_offset());
-      topk[mine + i] = expert;
+      reinterpret_cast<int4*>(topk(peer))[i] = experts;
     }
+  }
+  for (int64_t i = num_quads * 4 + thread; i < num_pairs; i += num_threads) {
+    const int32_t expert = Checked(args, operation, args.topk_idx[i]);
+    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) topk(peer)[i] = expert;
   }
   if (blockIdx.x == 0) {
     for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
@@ -75,7 +93,7 @@ __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
   }
   __syncthreads();
   for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
-    operation.Ready(peer, 1);
+    operation.Ready(peer, blockIdx.x);
   }
 }
 
@@ -84,21 +102,20 @@ __device__ void Clear(const PrepareArgs& args) {
   const Shape& shape = args.common.shape;
   const int64_t start = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = start; i < shape.num_rows(); i += stride) args.row_source[i] = -1;
+  auto fill = [&](int32_t* to, int64_t count, int32_t value) {
+    for (int64_t i = start; i < count; i += stride) to[i] = value;
+  };
+  fill(args.row_source, shape.num_rows(), -1);
+  fill(args.slots, int64_t{args.common.num_tokens} * shape.num_topk, kNoSlot);
+  fill(args.recv_slots, int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk,
+       kNoSlot);
   if (shape.layout == Layout::kRank) {
-    const int64_t num_pairs = int64_t{args.common.num_tokens} * shape.num_topk;
-    for (int64_t i = start; i < num_pairs; i += stride) args.slots[i] = kNoSlot;
-    for (int64_t i = start; i < shape.num_rows() * shape.num_topk; i += stride) {
-      args.row_topk_idx[i] = -1;
-    }
-    for (int64_t i = start; i < shape.num_local_experts(); i += stride) {
-      args.group_sizes[i] = 0;
-      args.expert_counts[i] = 0;
-    }
+    fill(args.row_topk_idx, shape.num_rows() * shape.num_topk, -1);
   }
-  const int64_t entries = int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk;
-  for (int64_t i = start; i < entries; i += stride) args.recv_slots[i] = kNoSlot;
-  if (start == 0) *args.num_dropped = 0;
+  fill(args.group_sizes, shape.num_local_experts(), 0);
+  fill(args.expert_counts, shape.num_local_experts(), 0);
+  fill(args.num_rows, 1, 0);
+  fill(args.num_dropped, 1, 0);
 }
 
 // In layouts expert and padded: this rank's sizes, and each expert's first row in `offsets`,
@@ -149,8 +166,14 @@ __device__ void PlaceExperts(const PrepareArgs& args, const int32_t* counts, int
 struct Share {
   int32_t begin;
   int32_t end;
+  int32_t rank;  // of the first token
   int32_t* counters;
 };
+
+// Integers in shared memory that a warp has: the counters, and what TokenSort keeps after them.
+JAX_EP_HOST_DEVICE int32_t WarpInts(const Shape& shape) {
+  return shape.layout == Layout::kRank ? 2 * shape.num_ranks : shape.num_experts;
+}
 
 // Layouts expert and padded: the pairs, sorted by expert. A lane stands for a pair.
 class PairSort {
@@ -174,35 +197,41 @@ class PairSort {
       __syncwarp();
       if (expert >= 0 && lane == 31 - __clz(same)) share.counters[expert] += __popc(same);
       __syncwarp();
-      if (source.rank < 0) return;
-      int32_t slot = kNoSlot;
-      if (expert >= 0) {
-        slot = PairSlot(shape, expert % shape.num_local_experts(), offsets[expert], position);
-      }
+      if (expert < 0) return;
+      const int32_t slot =
+          PairSlot(shape, expert % shape.num_local_experts(), offsets[expert], position);
+      if (slot == kNoSlot) return;
       if (source.rank == rank) {
         args.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
       }
-      if (slot == kNoSlot || shape.rank_of_expert(expert) != rank) return;
+      if (shape.rank_of_expert(expert) != rank) return;
       args.row_source[slot] = EncodeSource(shape, source);
       args.recv_slots[indices.Entry(source)] = slot;
     });
   }
 
  private:
-  // Calls `visit` with 32 pairs at a time; lanes without one get rank and expert -1.
+  // Calls `visit` with 32 pairs at a time; lanes without one get expert -1.
   template <typename Visit>
   __device__ static void ForEach(const PrepareArgs& args, const Indices& indices,
                                  const Share& share, Visit visit) {
     const int32_t num_topk = args.common.shape.num_topk;
-    const int64_t end = int64_t{share.end} * num_topk;
-    for (int64_t base = int64_t{share.begin} * num_topk; base < end; base += 32) {
-      const int64_t index = base + threadIdx.x % 32;
-      Source source{-1, 0, 0};
-      if (index < end) {
-        source = indices.Find(static_cast<int32_t>(index / num_topk));
-        source.k = static_cast<int32_t>(index % num_topk);
+    const int32_t end = share.end * num_topk;
+    for (int32_t base = share.begin * num_topk; base < end; base += 32 * kUnroll) {
+      Source sources[kUnroll];
+      int32_t experts[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int32_t index = base + u * 32 + static_cast<int32_t>(threadIdx.x % 32);
+        sources[u] = {-1, 0, 0};
+        experts[u] = -1;
+        if (index >= end) continue;
+        sources[u] = indices.Find(index / num_topk, share.rank);
+        sources[u].k = index % num_topk;
+        experts[u] = indices.Expert(sources[u]);
       }
-      visit(source, index < end ? indices.Expert(source) : -1);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) visit(sources[u], experts[u]);
     }
   }
 };
@@ -212,8 +241,11 @@ class TokenSort {
  public:
   __device__ static void Count(const PrepareArgs& args, const Indices& indices,
                                const Share& share) {
-    ForEach(args, indices, share, [&](const Source&, int32_t target, uint32_t with_row) {
-      if (threadIdx.x % 32 == 0) share.counters[target] += __popc(with_row);
+    uint32_t* const with_row = WithRow(args, share);
+    ForEach(args, indices, share, [&](const Source&) {
+      for (int32_t target = threadIdx.x % 32; target < args.common.shape.num_ranks; target += 32) {
+        share.counters[target] += __popc(with_row[target]);
+      }
     });
   }
 
@@ -223,70 +255,87 @@ class TokenSort {
                                int32_t* dropped) {
     const Shape& shape = args.common.shape;
     const int32_t rank = args.common.workspace.rank;
-    const int32_t lane = threadIdx.x % 32;
-    ForEach(args, indices, share, [&](Source source, int32_t target, uint32_t with_row) {
-      const int32_t row = share.counters[target] + __popc(with_row & ((1u << lane) - 1));
-      __syncwarp();
-      if (lane == 0) share.counters[target] += __popc(with_row);
-      __syncwarp();
-      if ((with_row >> lane & 1) == 0) return;
-      const int32_t slot = row < shape.capacity ? row : kNoSlot;
-      const bool here = target == rank;
-      if (here && slot != kNoSlot) args.row_source[slot] = EncodeSource(shape, source);
-      for (source.k = 0; source.k < shape.num_topk; ++source.k) {
-        const int32_t expert = indices.Expert(source);
-        if (expert < 0 || shape.rank_of_expert(expert) != target) continue;
-        const int64_t pair = int64_t{source.token} * shape.num_topk + source.k;
-        if (source.rank == rank) args.slots[pair] = slot;
-        if (!here) continue;
+    const uint32_t before = (1u << (threadIdx.x % 32)) - 1;
+    const uint32_t* const with_row = WithRow(args, share);
+    ForEach(args, indices, share, [&](const Source& token) {
+      ForEachPair(args, indices, token, [&](const Source& source, int32_t expert) {
+        const int32_t target = shape.rank_of_expert(expert);
+        const int32_t row = share.counters[target] + __popc(with_row[target] & before);
+        const int32_t slot = row < shape.capacity ? row : kNoSlot;
+        if (source.rank == rank) {
+          args.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
+        }
+        if (target != rank) return;
         const int32_t local = expert % shape.num_local_experts();
         atomicAdd(&routed[local], 1);
         if (slot == kNoSlot) {
           atomicAdd(dropped, 1);
-          continue;
+          return;
         }
         atomicAdd(&kept[local], 1);
+        args.row_source[slot] = EncodeSource(shape, source);
         args.recv_slots[indices.Entry(source)] = slot;
         args.row_topk_idx[int64_t{slot} * shape.num_topk + source.k] = local;
+      });
+      __syncwarp();
+      for (int32_t target = threadIdx.x % 32; target < shape.num_ranks; target += 32) {
+        share.counters[target] += __popc(with_row[target]);
       }
     });
   }
 
  private:
-  // Calls `visit` for 32 tokens and a rank at a time, with the lanes that have a row there.
+  // In shared memory after the counters, by rank: which of the warp's 32 tokens have a row there.
+  __device__ static uint32_t* WithRow(const PrepareArgs& args, const Share& share) {
+    return reinterpret_cast<uint32_t*>(share.counters + args.common.shape.num_ranks);
+  }
+
+  // Calls `visit` with the routed pairs of this lane's token and their experts.
+  template <typename Visit>
+  __device__ static void ForEachPair(const PrepareArgs& args, const Indices& indices,
+                                     Source source, Visit visit) {
+    const int32_t num_topk = args.common.shape.num_topk;
+    if (source.rank < 0) return;
+    for (int32_t base = 0; base < num_topk; base += 2 * kUnroll) {
+      int32_t experts[2 * kUnroll];
+#pragma unroll
+      for (int u = 0; u < 2 * kUnroll; ++u) {
+        source.k = base + u;
+        experts[u] = source.k < num_topk ? indices.Expert(source) : -1;
+      }
+#pragma unroll
+      for (int u = 0; u < 2 * kUnroll; ++u) {
+        source.k = base + u;
+        if (experts[u] >= 0) visit(source, experts[u]);
+      }
+    }
+  }
+
+  // Calls `visit` for 32 tokens at a time, once it is known which have a row where; lanes without a
+  // token get rank -1.
   template <typename Visit>
   __device__ static void ForEach(const PrepareArgs& args, const Indices& indices,
                                  const Share& share, Visit visit) {
     const Shape& shape = args.common.shape;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t* const with_row = WithRow(args, share);
     for (int32_t base = share.begin; base < share.end; base += 32) {
-      const int32_t index = base + threadIdx.x % 32;
-      uint32_t targets[(kMaxRanks + 31) / 32] = {};  // a bit for each rank
+      __syncwarp();
+      for (int32_t target = lane; target < shape.num_ranks; target += 32) with_row[target] = 0;
+      __syncwarp();
+      const int32_t index = base + static_cast<int32_t>(lane);
       Source source{-1, 0, 0};
-      if (index < share.end) {
-        source = indices.Find(index);
-        for (source.k = 0; source.k < shape.num_topk; ++source.k) {
-          const int32_t expert = indices.Expert(source);
-          if (expert < 0) continue;
-          const int32_t target = shape.rank_of_expert(expert);
-#pragma unroll
-          for (int32_t word = 0; word < (kMaxRanks + 31) / 32; ++word) {
-            if (target / 32 == word) targets[word] |= 1u << (target % 32);
-          }
-        }
-      }
-      for (int32_t target = 0; target < shape.num_ranks; ++target) {
-        uint32_t bits = 0;
-#pragma unroll
-        for (int32_t word = 0; word < (kMaxRanks + 31) / 32; ++word) {
-          if (target / 32 == word) bits = targets[word];
-        }
-        visit(source, target, __ballot_sync(~0u, bits >> (target % 32) & 1));
-      }
+      if (index < share.end) source = indices.Find(index, share.rank);
+      ForEachPair(args, indices, source, [&](const Source&, int32_t expert) {
+        atomicOr(&with_row[shape.rank_of_expert(expert)], 1u << lane);
+      });
+      __syncwarp();
+      visit(source);
     }
   }
 };
 
-__global__ void __launch_bounds__(kMaxWarps * 32)
+__global__ void __launch_bounds__(kMaxWarps * 32, 1)
     PrepareKernel(const __grid_constant__ PrepareArgs args) {
   extern __shared__ int32_t shared[];
   const Workspace& workspace = args.common.workspace;
@@ -295,29 +344,33 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const int32_t num_warps = blockDim.x / 32;
   const int32_t num_blocks = gridDim.x;  // the same on all ranks
   const bool by_rank = shape.layout == Layout::kRank;
-  const uint32_t site =
-      static_cast<uint32_t>(shape.layout) * 5 + static_cast<uint32_t>(shape.capacity);
-  Operation operation(workspace, Op::kPrepare, site, args.common.position);
+  const uint32_t site = static_cast<uint32_t>(shape.layout) +
+                        static_cast<uint32_t>(shape.capacity) * 5 +
+                        static_cast<uint32_t>(shape.expert_alignment) * 7919;
+  Operation operation(args.common, Op::kPrepare, site);
+  if (!operation.Enter()) return Clear(args);
 
-  operation.Enter();
   SendIndices(args, operation);
   Clear(args);
   for (int32_t i = threadIdx.x; i < shape.num_ranks * num_blocks; i += blockDim.x) {
-    operation.WaitReady(i / num_blocks, i % num_blocks, 1);
+    operation.WaitReady(i / num_blocks, i % num_blocks);
   }
   __syncthreads();
 
   // first_token[r] is the first of rank r's tokens among all. After a failure nothing is meant by
   // them: the operation only has to end.
   __shared__ int32_t first_token[kMaxRanks + 1];
+  __shared__ bool failed;
+  if (threadIdx.x + 1 == blockDim.x) failed = operation.Failed();
+  for (int32_t rank = threadIdx.x; rank < shape.num_ranks; rank += blockDim.x) {
+    first_token[rank + 1] = __ldcg(&operation.Own()->num_tokens[rank]);
+  }
+  __syncthreads();
   if (threadIdx.x == 0) {
-    const bool failed = operation.Failed();
-    int32_t total = 0;
+    first_token[0] = 0;
     for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
-      first_token[rank] = total;
-      if (!failed) total += __ldcg(&operation.Own()->num_tokens[rank]);
+      first_token[rank + 1] = failed ? 0 : first_token[rank] + first_token[rank + 1];
     }
-    first_token[shape.num_ranks] = total;
   }
   __syncthreads();
 
@@ -328,12 +381,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const int32_t per_warp = (num_tokens + num_warps * num_blocks - 1) / (num_warps * num_blocks);
   int32_t* const offsets = shared;             // [num_keys]
   int32_t* const totals = shared + num_keys;   // [num_keys]
-  int32_t* const counters = totals + num_keys;  // [num_warps, num_keys]
+  int32_t* const counters = totals + num_keys;  // [num_warps, WarpInts()]
+  const int32_t warp_ints = WarpInts(shape);
   Share share;
   share.begin = min(num_tokens, (static_cast<int32_t>(blockIdx.x) * num_warps + warp) * per_warp);
   share.end = min(num_tokens, share.begin + per_warp);
-  share.counters = counters + warp * num_keys;
-  for (int32_t key = threadIdx.x; key < num_warps * num_keys; key += blockDim.x) counters[key] = 0;
+  share.counters = counters + warp * warp_ints;
+  share.rank = share.begin < share.end ? indices.Find(share.begin, 0).rank : 0;
+  for (int32_t i = threadIdx.x; i < num_warps * warp_ints; i += blockDim.x) counters[i] = 0;
   __syncthreads();
   if (by_rank) {
     TokenSort::Count(args, indices, share);
@@ -347,14 +402,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
                                                         workspace.layout.counts_offset());
   for (int32_t key = threadIdx.x; key < num_keys; key += blockDim.x) {
     int32_t count = 0;
-    for (int32_t w = 0; w < num_warps; ++w) count += counters[w * num_keys + key];
+    for (int32_t w = 0; w < num_warps; ++w) count += counters[w * warp_ints + key];
     __stcg(&block_counts[blockIdx.x * num_keys + key], count);
   }
   operation.GridBarrier();
   for (int32_t key = threadIdx.x; key < num_keys; key += blockDim.x) {
     int32_t total = 0;
     int32_t position = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int32_t block = 0; block < num_blocks; ++block) {
       const int32_t count = __ldcg(&block_counts[block * num_keys + key]);
       if (block < static_cast<int32_t>(blockIdx.x)) position += count;
@@ -362,7 +417,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     }
     totals[key] = total;
     for (int32_t w = 0; w < num_warps; ++w) {
-      int32_t& counter = counters[w * num_keys + key];
+      int32_t& counter = counters[w * warp_ints + key];
       const int32_t count = counter;
       counter = position;
       position += count;
@@ -372,7 +427,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
 
   if (by_rank) {
     // This block's pairs of each local expert, and those dropped, after the counters.
-    int32_t* const kept = counters + num_warps * num_keys;
+    int32_t* const kept = counters + num_warps * warp_ints;
     int32_t* const routed = kept + shape.num_local_experts();
     __shared__ int32_t dropped;
     for (int32_t i = threadIdx.x; i < 2 * shape.num_local_experts(); i += blockDim.x) kept[i] = 0;
@@ -405,15 +460,16 @@ Status Prepare(cudaStream_t stream, const PrepareArgs& args) {
   const Shape& shape = args.common.shape;
   const int64_t num_keys = NumKeys(shape);
   const int64_t limit = MaxSharedBytes(PrepareKernel);
-  const int64_t fixed = 2 * num_keys + (shape.layout == Layout::kRank ? 2 * shape.num_local_experts() : 0);
+  const int64_t fixed =
+      2 * num_keys + (shape.layout == Layout::kRank ? 2 * shape.num_local_experts() : 0);
   const int64_t num_warps = std::min<int64_t>(
-      kMaxWarps, (limit / static_cast<int64_t>(sizeof(int32_t)) - fixed) / num_keys);
+      kMaxWarps, (limit / static_cast<int64_t>(sizeof(int32_t)) - fixed) / WarpInts(shape));
   if (num_warps < 1) {
     return Status::Error("prepare has room for fewer than " + std::to_string(num_keys) +
                          " experts in a block's " + std::to_string(limit) +
                          " bytes of shared memory");
   }
-  const int64_t bytes = (fixed + num_warps * num_keys) * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t bytes = (fixed + num_warps * WarpInts(shape)) * static_cast<int64_t>(sizeof(int32_t));
   const int32_t num_blocks = std::min<int32_t>(kPrepareBlocks, args.common.workspace.num_sms);
   return Launch(PrepareKernel, num_blocks, static_cast<int>(num_warps) * 32, bytes, stream, args);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/memory.cuh"
 #include "csrc/cuda/workspace.h"
 
@@ -10,36 +11,31 @@
 //
 // Operations of a group are numbered by `epoch`, which lives in device memory. An operation begins
 // when every peer has left the one before (`done`), so that all of the workspace is free; it ends
-// by telling the peers so. In between, `ready[peer][block]` counts what that block of the peer has
-// put in place in this epoch.
+// by telling the peers so. In between, `ready[peer][part]` says that the peer has put a part of its
+// data in place in this epoch.
 namespace jax_ep::cuda {
 
-// A signal word: epoch, what is being run, and a count.
+// A signal word: epoch, and what is being run.
 struct Signal {
   uint32_t epoch;
-  uint16_t tag;
-  uint16_t count;
+  uint32_t tag;
 
   __device__ __forceinline__ uint64_t Encode() const {
-    return static_cast<uint64_t>(epoch) << 32 | static_cast<uint32_t>(tag) << 16 | count;
+    return static_cast<uint64_t>(epoch) << 32 | tag;
   }
   static __device__ __forceinline__ Signal Decode(uint64_t word) {
-    return {static_cast<uint32_t>(word >> 32), static_cast<uint16_t>(word >> 16),
-            static_cast<uint16_t>(word)};
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
   }
 };
 
-// One operation in flight, as one thread block sees it.
+// One operation in flight, as one thread block sees it. `site` is what the ranks must agree on.
 class Operation {
  public:
-  __device__ __forceinline__ Operation(const Workspace& workspace, Op op, uint32_t site,
-                                       const int32_t* position)
-      : workspace_(workspace), op_(op) {
-    Control* control = Own();
-    epoch_ = control->epoch + 1;
-    tag_ = static_cast<uint16_t>(static_cast<uint32_t>(op) << 12 | (site & 0xfff));
-    if (position[1] != workspace.rank) Fail(Phase::kPosition, position[1], workspace.rank, position[1]);
-  }
+  __device__ __forceinline__ Operation(const Common& common, Op op, uint32_t site)
+      : workspace_(common.workspace),
+        position_(common.position),
+        op_(op),
+        tag_(static_cast<uint32_t>(op) << 28 | (site & 0x0fffffff)) {}
 
   __device__ __forceinline__ Control* Of(int32_t rank) const {
     return reinterpret_cast<Control*>(workspace_.base[rank]);
@@ -47,58 +43,66 @@ class Operation {
   __device__ __forceinline__ Control* Own() const { return Of(workspace_.rank); }
   __device__ __forceinline__ int32_t num_ranks() const { return workspace_.layout.num_ranks; }
 
-  // Whether this rank has failed, now or before: nothing may be believed any more.
-  __device__ __forceinline__ bool Failed() const {
-    return *reinterpret_cast<volatile uint32_t*>(&Own()->failed) != 0;
-  }
-
-  // Waits until every peer has left the operation before. All threads of the block call it.
-  __device__ __forceinline__ void Enter() {
+  // Waits until every peer has left the operation before. False, for all threads of the block, if
+  // the group is closed or has failed: then outputs are to be poisoned and nothing else is to be
+  // touched. All threads of the block call it.
+  __device__ __forceinline__ bool Enter() {
+    const RankState& state = *workspace_.state;
+    epoch_ = __ldcg(&state.epoch) + 1;
+    if (__ldcg(&state.group) != workspace_.group) return false;  // the same for all threads
+    const uint64_t word = Signal{epoch_, tag_}.Encode();
+    if (blockIdx.x == 0) {
+      for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
+        *reinterpret_cast<volatile uint64_t*>(&Of(peer)->running[workspace_.rank]) = word;
+      }
+    }
+    bool good = true;
+    if (threadIdx.x + 1 == blockDim.x) {
+      const int32_t rank = __ldg(&position_[1]);
+      if (rank != workspace_.rank) Fail(Phase::kPosition, rank, workspace_.rank, rank);
+      good = !Failed();
+    }
     for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
-      const uint64_t* word = &Own()->done[peer];
-      WaitUntil(Phase::kEnter, peer, epoch_ - 1, word, [this](uint64_t value) {
-        return static_cast<int32_t>(Signal::Decode(value).epoch - (epoch_ - 1)) >= 0;
+      good &= WaitUntil(Phase::kEnter, peer, epoch_ - 1, &Own()->done[peer], [this](uint64_t word) {
+        return static_cast<int32_t>(Signal::Decode(word).epoch - (epoch_ - 1)) >= 0;
       });
     }
-    __syncthreads();
+    return __syncthreads_and(good);
   }
 
-  // Tells `peer` that this block has put `count` things in place for it. What the calling thread
-  // has seen written, by itself or through a barrier, is visible to whoever sees the count.
-  __device__ __forceinline__ void Ready(int32_t peer, int32_t count) const {
+  // Tells `peer` that a part is in place for it. What the calling thread has seen written, by itself
+  // or through a barrier, is visible to whoever waits for the part.
+  __device__ __forceinline__ void Ready(int32_t peer, int64_t part) const {
     ptx::FenceSys();
-    ptx::StoreReleaseSys(&Of(peer)->ready[workspace_.rank][blockIdx.x],
-                         Signal{epoch_, tag_, static_cast<uint16_t>(count)}.Encode());
+    ptx::StoreReleaseSys(ReadyWord(peer, workspace_.rank, part), Signal{epoch_, tag_}.Encode());
   }
 
-  // Waits for that count from block `block` of `peer`; false if it must not be believed.
-  __device__ __forceinline__ bool WaitReady(int32_t peer, int32_t block, int32_t count) {
-    bool mismatch = false;
-    const bool came = WaitUntil(
-        Phase::kReady, peer, Signal{epoch_, tag_, static_cast<uint16_t>(count)}.Encode(),
-        &Own()->ready[peer][block], [&](uint64_t value) {
-          const Signal seen = Signal::Decode(value);
-          mismatch = seen.epoch == epoch_ && seen.tag != tag_;
-          return mismatch || (seen.epoch == epoch_ && seen.count >= count);
-        });
-    if (mismatch) {
-      Fail(Phase::kMismatch, peer, tag_, Signal::Decode(Own()->ready[peer][block]).tag);
-    }
-    return came && !mismatch;
+  // Waits for a part of `peer`; false if it must not be believed.
+  __device__ __forceinline__ bool WaitReady(int32_t peer, int64_t part) {
+    const uint64_t expected = Signal{epoch_, tag_}.Encode();
+    return WaitUntil(Phase::kReady, peer, expected, ReadyWord(workspace_.rank, peer, part),
+                     [expected](uint64_t word) { return word == expected; });
+  }
+
+  // The next number of a queue, from 0 in every operation. Which thread takes which decides nothing
+  // but when the work is done.
+  __device__ __forceinline__ uint32_t TakeTask(int queue) const {
+    return atomicAdd(&workspace_.state->tasks[queue], 1);
   }
 
   // Waits for all blocks of this grid. All threads of the block call it.
   __device__ __forceinline__ void GridBarrier() {
     __syncthreads();
     if (threadIdx.x == 0) {
-      const uint32_t old = ptx::AddAcqRelGpu(&Own()->barrier, 1);
+      uint32_t* const barrier = &workspace_.state->barrier;
+      const uint32_t old = ptx::AddAcqRelGpu(barrier, 1);
       const uint32_t target = old / gridDim.x * gridDim.x + gridDim.x;
       const uint64_t start = ptx::GlobalTimer();
-      while (static_cast<int32_t>(ptx::LoadAcquireGpu(&Own()->barrier) - target) < 0) {
-        if (Expired(start)) {
-          Fail(Phase::kBarrier, workspace_.rank, target, Own()->barrier);
-          break;
-        }
+      uint32_t seen;
+      while (static_cast<int32_t>((seen = ptx::LoadAcquireGpu(barrier)) - target) < 0) {
+        if (!Expired(start)) continue;
+        Fail(Phase::kBarrier, workspace_.rank, target, seen);
+        break;
       }
     }
     __syncthreads();
@@ -106,21 +110,36 @@ class Operation {
 
   // Ends the operation for this block; the last block tells the peers. All threads call it.
   __device__ __forceinline__ void Leave() {
+    __shared__ bool last;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    Control* control = Own();
-    if (ptx::AddAcqRelGpu(&control->blocks_ended, 1) + 1 != gridDim.x) return;
-    control->blocks_ended = 0;
-    control->epoch = epoch_;
-    ptx::FenceSys();
-    for (int32_t peer = 0; peer < num_ranks(); ++peer) {
-      ptx::StoreReleaseSys(&Of(peer)->done[workspace_.rank], Signal{epoch_, tag_, 0}.Encode());
+    if (threadIdx.x == 0) {
+      RankState* const state = workspace_.state;
+      last = ptx::AddAcqRelGpu(&state->blocks_ended, 1) + 1 == gridDim.x;
+      if (last) {
+        state->blocks_ended = 0;
+        state->tasks[0] = state->tasks[1] = 0;
+        state->epoch = epoch_;
+      }
+    }
+    __syncthreads();
+    if (!last) return;
+    for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
+      ptx::FenceSys();
+      ptx::StoreReleaseSys(&Of(peer)->done[workspace_.rank], Signal{epoch_, tag_}.Encode());
     }
   }
 
-  // Notes the first failure for the host and stops this rank from believing anything.
+  // Whether this rank has given up, now or before, or a peer has: nothing may be believed any more.
+  __device__ __forceinline__ bool Failed() {
+    const uint32_t failed = *reinterpret_cast<volatile uint32_t*>(&Own()->failed);
+    const int32_t rank = static_cast<int32_t>(failed) - 1;
+    if (failed != 0 && rank != workspace_.rank) Fail(Phase::kPeerFailed, rank, 0, 0);
+    return failed != 0;
+  }
+
+  // Notes this rank's first failure for the host, and tells all ranks, itself included.
   __device__ __noinline__ void Fail(Phase phase, int32_t peer, uint64_t expected, uint64_t seen) {
-    if (atomicExch(&Own()->failed, 1u) != 0) return;
+    if (atomicExch(&workspace_.state->reported, 1u) != 0) return;
     ErrorRecord* error = workspace_.error;
     error->op = static_cast<int32_t>(op_);
     error->phase = static_cast<int32_t>(phase);
@@ -130,10 +149,22 @@ class Operation {
     error->seen = seen;
     ptx::FenceSys();
     *reinterpret_cast<volatile int32_t*>(&error->set) = 1;
+    const uint32_t failed = phase == Phase::kPeerFailed ? peer + 1 : workspace_.rank + 1;
+    for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+      *reinterpret_cast<volatile uint32_t*>(&Of(rank)->failed) = failed;
+    }
+    ptx::FenceSys();
   }
 
  private:
-  __device__ __forceinline__ bool Expired(uint64_t start) const {
+  // The word by which `from` tells `to` of a part.
+  __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int64_t part) const {
+    const WorkspaceLayout& layout = workspace_.layout;
+    return reinterpret_cast<uint64_t*>(workspace_.base[to] + layout.ready_offset()) +
+           from * layout.ready_parts() + part;
+  }
+
+  __device__ __forceinline__ bool Expired(uint64_t start) {
     return ptx::GlobalTimer() - start > workspace_.timeout_ns || Failed();
   }
 
@@ -145,6 +176,12 @@ class Operation {
     while (true) {
       const uint64_t value = ptx::LoadAcquireSys(word);
       if (condition(value)) return true;
+      const Signal running =
+          Signal::Decode(*reinterpret_cast<volatile uint64_t*>(&Own()->running[peer]));
+      if (running.epoch == epoch_ && running.tag != tag_) {
+        Fail(Phase::kMismatch, peer, tag_, running.tag);
+        return false;
+      }
       if (Expired(start)) {
         Fail(phase, peer, expected, value);
         return false;
@@ -153,10 +190,24 @@ class Operation {
   }
 
   const Workspace& workspace_;
+  const int32_t* const position_;
   const Op op_;
-  uint32_t epoch_;
-  uint16_t tag_;
+  const uint32_t tag_;
+  uint32_t epoch_ = 0;
 };
+
+// Calls `work` with the tasks of a queue of `count` that this warp gets to take.
+template <typename Work>
+__device__ __forceinline__ void ForEachTask(const Operation& operation, int queue, int64_t count,
+                                            Work work) {
+  auto take = [&] { return threadIdx.x % 32 == 0 ? operation.TakeTask(queue) : 0; };
+  uint32_t task = __shfl_sync(~0u, take(), 0);
+  while (task < count) {
+    const uint32_t next = take();  // arrives while this one is worked on
+    work(static_cast<int32_t>(task));
+    task = __shfl_sync(~0u, next, 0);
+  }
+}
 
 }  // namespace jax_ep::cuda
 

@@ -17,19 +17,18 @@ enum class Op : int32_t { kPrepare = 1, kDispatch = 2, kCombine = 3 };
 
 // What a kernel was doing when it gave up.
 enum class Phase : int32_t {
-  kEnter = 1,    // waiting for a peer to leave the operation before
-  kReady = 2,    // waiting for a peer's data
-  kBarrier = 3,  // waiting for the other blocks of its own grid
-  kMismatch = 4, // a peer runs another operation
-  kPosition = 5, // the program's mesh is not the group's
-  kInput = 6,    // a topk_idx outside [-1, E)
+  kEnter = 1,       // waiting for a peer to leave the operation before
+  kReady = 2,       // waiting for a peer's data
+  kBarrier = 3,     // waiting for the other blocks of its own grid
+  kMismatch = 4,    // a peer runs another operation
+  kPosition = 5,    // the program's mesh is not the group's
+  kInput = 6,       // a topk_idx outside [-1, E)
+  kPeerFailed = 7,  // a peer gave up and said so
 };
 
-// What a kernel writes in pinned host memory when a deadline passes. The first one stays. Records
-// outlive their group (error_records.h), so that a program replayed after it finds `group` changed.
+// What a kernel writes in pinned host memory when it gives up. The first one stays.
 struct alignas(64) ErrorRecord {
-  int64_t group = 0;  // the id of the group that owns it; 0 or another's once that is closed
-  int32_t set = 0;    // written last
+  int32_t set = 0;  // written last
   int32_t op = 0;
   int32_t phase = 0;
   int32_t rank = 0;
@@ -38,18 +37,23 @@ struct alignas(64) ErrorRecord {
   uint64_t seen = 0;
 };
 
-// The start of every rank's workspace. Zero when the group is created.
-struct Control {
-  // Written by this rank's own kernels only.
+// What a rank keeps between its kernels, in device memory, for itself. It outlives its group
+// (rank_states.h): a program that is replayed after the group was closed reads here that it was.
+struct alignas(128) RankState {
+  int64_t group;          // the id of the group that owns it; another's or 0 once that is closed
   uint32_t epoch;         // operations that this rank has ended
   uint32_t blocks_ended;  // of the operation in flight
   uint32_t barrier;       // arrivals at grid barriers, ever
-  uint32_t failed;        // a deadline has passed, or an input was wrong
-  // Written by the peers: signal words (signal.cuh) by [peer][block] and by [peer], and the tokens
-  // that the peer has in the handle being made.
-  uint64_t ready[kMaxRanks][kMaxBlocks];
-  uint64_t done[kMaxRanks];
-  int32_t num_tokens[kMaxRanks];
+  uint32_t reported;      // the error record is taken
+  uint32_t tasks[2];      // given out so far, in the operation in flight
+};
+
+// The start of every rank's workspace, written by the peers. Zero when the group is created.
+struct Control {
+  uint64_t running[kMaxRanks];    // signal words (signal.cuh): what the peer has begun last
+  uint64_t done[kMaxRanks];       // what the peer has ended last
+  int32_t num_tokens[kMaxRanks];  // that the peer has in the handle being made
+  uint32_t failed;                // 1 + a rank that gave up
 };
 
 // Sizes that all ranks agree on, and what follows from them.
@@ -62,8 +66,17 @@ struct WorkspaceLayout {
 
   static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+  // Signal words by [peer][part]: a part is a block in prepare, a tile in dispatch, a token in
+  // combine.
+  JAX_EP_HOST_DEVICE int64_t ready_offset() const { return RoundUp(sizeof(Control)); }
+  JAX_EP_HOST_DEVICE int64_t ready_parts() const {
+    return max_tokens_per_rank > kMaxBlocks ? max_tokens_per_rank : kMaxBlocks;
+  }
+  JAX_EP_HOST_DEVICE int64_t ready_bytes() const {
+    return RoundUp(int64_t{8} * num_ranks * ready_parts());
+  }
   // Everyone's topk_idx, int32 [R, max_tokens_per_rank, K].
-  JAX_EP_HOST_DEVICE int64_t topk_offset() const { return RoundUp(sizeof(Control)); }
+  JAX_EP_HOST_DEVICE int64_t topk_offset() const { return ready_offset() + ready_bytes(); }
   JAX_EP_HOST_DEVICE int64_t topk_bytes() const {
     return RoundUp(int64_t{4} * num_ranks * max_tokens_per_rank * num_topk);
   }
@@ -91,10 +104,11 @@ struct WorkspaceLayout {
 struct Workspace {
   WorkspaceLayout layout;
   int64_t group = 0;  // id
+  RankState* state = nullptr;
   int32_t rank = 0;
   int32_t num_sms = 0;          // blocks of the kernels that move rows
   uint64_t timeout_ns = 0;
-  ErrorRecord* error = nullptr;  // pinned host memory, as the device sees it
+  ErrorRecord* error = nullptr;     // pinned host memory, as the device sees it
   std::byte* base[kMaxRanks] = {};  // every rank's workspace, its own included
 };
 

@@ -84,6 +84,13 @@ __device__ __forceinline__ void FenceProxyAsync() {
 #endif
 }
 
+// The same for shared memory alone, where that is the block's.
+__device__ __forceinline__ void FenceProxyAsyncShared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 }  // namespace jax_ep::cuda::ptx
 
 #endif  // JAX_EP_CSRC_CUDA_PTX_TMA_CUH_
