@@ -8,6 +8,7 @@
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/row_ring.cuh"
 #include "csrc/cuda/signal.cuh"
+#include "csrc/cuda/vector.cuh"
 
 // Every rank sums its rows for each token of the other ranks and pushes the partial sum into the
 // token's rank: one row a (token, rank) over the link. That rank adds up the partial sums, its own
@@ -102,7 +103,7 @@ class Sums {
   static constexpr int32_t kPieceBytes =
       std::min<int32_t>(kRingPieceBytes, 1024 * static_cast<int32_t>(sizeof(Storage)));
   static constexpr int kVectors = kPieceBytes / (32 * 16);  // of a lane
-  static constexpr int kElements = 16 / sizeof(Storage);    // of a vector
+  static constexpr int kElements = kVectorElements<T>;
 
   __device__ Acc Weight(int32_t slot) const {
     if (args_.row_weights == nullptr) return 1;
@@ -136,46 +137,45 @@ class Sums {
     for (int i = 0; i < kRingSlots - 1; ++i) load_next();
 
     for (int32_t offset = 0; offset < row_bytes; offset += kPieceBytes) {
-      const int32_t num_vectors = min(kPieceBytes, row_bytes - offset) / 16;
+      // Vectors past the end of the row are summed too, whatever they are, but not stored.
       Acc total[kVectors][kElements] = {};
       Acc partial[kVectors][kElements] = {};
       for (int32_t t = 0; t < count_; ++t) {
         load_next();
         const Term<Acc> term = terms_[t];
-        const auto* const piece = reinterpret_cast<const uint4*>(ring_.Front());
+        const auto* const piece = reinterpret_cast<const uint4*>(ring_.Front()) + lane;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          if (lane + v * 32 >= num_vectors) continue;
-          const uint4 vector = piece[lane + v * 32];
-          Storage elements[kElements];
-          memcpy(elements, &vector, sizeof(vector));
+          Acc x[kElements];
+          Unpack<T>(piece[v * 32], x);
           if (term.whole()) {
 #pragma unroll
-            for (int e = 0; e < kElements; ++e) total[v][e] += T::Load(elements[e]);
-            continue;
-          }
+            for (int e = 0; e < kElements; ++e) total[v][e] += x[e];
+          } else {
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) {
-            partial[v][e] = MultiplyAdd(term.weight, T::Load(elements[e]), partial[v][e]);
-          }
-          if (!term.ends_rank()) continue;
-#pragma unroll
-          for (int e = 0; e < kElements; ++e) {
-            total[v][e] += T::Load(T::Round(partial[v][e]));
-            partial[v][e] = 0;
+            for (int e = 0; e < kElements; ++e) {
+              partial[v][e] = MultiplyAdd(term.weight, x[e], partial[v][e]);
+            }
           }
         }
         ring_.Pop();
+        if (term.whole() || !term.ends_rank()) continue;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          Acc rounded[kElements];
+          Unpack<T>(Pack<T>(partial[v]), rounded);
+#pragma unroll
+          for (int e = 0; e < kElements; ++e) {
+            total[v][e] += rounded[e];
+            partial[v][e] = 0;
+          }
+        }
       }
+      const int32_t num_vectors = min(kPieceBytes, row_bytes - offset) / 16;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if (lane + v * 32 >= num_vectors) continue;
-        Storage elements[kElements];
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) elements[e] = T::Round(total[v][e]);
-        uint4 vector;
-        memcpy(&vector, elements, sizeof(vector));
-        Store(reinterpret_cast<uint4*>(out + offset) + lane + v * 32, vector);
+        if (lane + v * 32 >= num_vectors) break;
+        Store(reinterpret_cast<uint4*>(out + offset) + lane + v * 32, Pack<T>(total[v]));
       }
     }
   }

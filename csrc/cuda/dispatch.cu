@@ -65,10 +65,12 @@ struct Placement {
   __device__ Placement(const MoveArgs& args, int32_t source, int32_t token) {
     const Shape& shape = args.common.shape;
     const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t k = half * 32 + threadIdx.x % 32;
       slots[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
     }
+#pragma unroll
     for (int half = 0; half < 2; ++half) mine[half] = __ballot_sync(~0u, slots[half] != kNoSlot);
   }
 
@@ -80,6 +82,13 @@ struct Placement {
     const uint32_t lane_bit = 1u << (threadIdx.x % 32);
     const uint32_t first = half == 0 ? mine[0] & -mine[0] : mine[0] != 0 ? 0 : mine[1] & -mine[1];
     return ((by_token ? first : mine[half]) & lane_bit) != 0 ? slots[half] : kNoSlot;
+  }
+
+  // The row of the first pair that has one.
+  __device__ int32_t SomeRow() const {
+    const int32_t low = __shfl_sync(~0u, slots[0], __ffs(mine[0]) - 1);
+    const int32_t high = __shfl_sync(~0u, slots[1], __ffs(mine[1]) - 1);
+    return mine[0] != 0 ? low : high;
   }
 };
 
@@ -111,12 +120,14 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
       in_place ? values.tokens + int64_t{token} * num_topk * values.bytes
                : staged + values.staging_offset;
   uint64_t value[2] = {};
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (values.rows == nullptr || placement.slots[half] == kNoSlot) continue;
     value[half] = good ? LoadValue(token_values + (half * 32 + lane) * values.bytes, values.bytes)
                        : ~uint64_t{0};
   }
 
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t row = placement.Row(half, by_token);
     if (!__any_sync(~0u, row >= 0)) continue;
@@ -138,9 +149,8 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
 
   if (values.rows == nullptr) return;
   // In layout rank a row has all K values, zero for experts elsewhere.
-  const int some = placement.mine[0] != 0 ? 0 : 1;
-  const int64_t shared_row =
-      __shfl_sync(~0u, placement.slots[some], __ffs(placement.mine[some]) - 1);
+  const int64_t shared_row = placement.SomeRow();
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t k = half * 32 + lane;
     const bool has_row = placement.slots[half] != kNoSlot;

@@ -439,10 +439,11 @@ std::vector<Case> Cases() {
   return cases;
 }
 
-// Times the operations back to back, as the host sees them.
-void Time(int repeats) {
+// Times the operations back to back, as the host sees them; of `only` ranks, or of 1, 2 and 8.
+void Time(int repeats, int only) {
   for (const Layout layout : {Layout::kExpert, Layout::kRank}) {
     for (const int32_t num_ranks : {1, 2, 8}) {
+      if (only != 0 && num_ranks != only) continue;
       for (const int32_t num_sms : {16, 24, 32, 64}) {
         const int sharing = (num_ranks + NumDevices() - 1) / NumDevices();
         if (sharing * num_sms > 132) continue;
@@ -457,7 +458,7 @@ void Time(int repeats) {
         c.unrouted = 0;
         c.num_sms = num_sms;
         c.weighted = layout != Layout::kRank;
-        c.capacity = layout == Layout::kRank ? num_ranks * c.num_tokens : 34816;
+        c.capacity = layout == Layout::kRank ? num_ranks * c.num_tokens : 33536;
         World world(c, 1);
         std::printf("layout %d, %d ranks on %d GPUs, %2d SMs:", static_cast<int>(layout), num_ranks,
                     NumDevices(), num_sms);
@@ -501,7 +502,7 @@ int main(int argc, char** argv) {
   using namespace jax_ep::cuda;  // NOLINT
   ConnectDevices();
   if (argc > 1 && std::atoi(argv[1]) > 0) {
-    Time(std::atoi(argv[1]));
+    Time(std::atoi(argv[1]), argc > 2 ? std::atoi(argv[2]) : 0);
     return 0;
   }
   const auto cases = Cases();

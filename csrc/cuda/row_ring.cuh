@@ -25,7 +25,8 @@ inline constexpr int kRingPieceBytes = 2048;
 // By the copy engine (sm_90).
 class BulkRing {
  public:
-  static constexpr int64_t kSharedBytes = kRingSlots * (kRingPieceBytes + sizeof(uint64_t));
+  // The copy engine is slower where slots are not aligned to 128 bytes.
+  static constexpr int64_t kSharedBytes = kRingSlots * kRingPieceBytes + 128;
 
   __device__ explicit BulkRing(std::byte* shared)
       : slots_(shared),
