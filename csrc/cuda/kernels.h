@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/core/dtype.h"
+#include "csrc/core/quantize.h"
 #include "csrc/core/shape.h"
 #include "csrc/core/status.h"
 #include "csrc/cuda/workspace.h"
@@ -42,6 +43,14 @@ struct Leaf {
   std::byte* rows = nullptr;
   int64_t row_bytes = 0;
   int64_t staging_offset = 0;  // in a staged row
+  // dispatch only, where the leaf is cast to float8_e4m3fn: row_bytes are those of its rows, and a
+  // token has as many elements of `dtype`, in lines of `columns`.
+  Quantize quantize = Quantize::kNone;
+  DType dtype = DType::kF32;
+  int32_t columns = 0;
+  std::byte* scales = nullptr;  // [rows, blocks]
+  int64_t scale_bytes = 0;      // of a row
+  int64_t scales_offset = 0;    // in a staged row
 };
 
 // One value a pair: [T, K] of tokens, [rows] ([rows, K] in layout rank) of rows; or nothing.

@@ -1,0 +1,74 @@
+"""What `dispatch(..., quantize=)` makes of a leaf: fp8 values, their scales, and the way back."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Columns that share a scale: kBlockColumns in csrc/core/quantize.h.
+BLOCK = 128
+# The dtypes that are cast; leaves of others travel as they are.
+CAST_DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
+SCALE_DTYPES = {"fp8": np.dtype(jnp.float32), "fp8_e8m0": np.dtype(jnp.float8_e8m0fnu)}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Dispatched rows in float8_e4m3fn, with a scale for every 128 columns. A pytree.
+
+    Values and scales carry no gradient. That of the rows goes through `straight_through`, which is
+    zero and has the derivative that the unquantised rows would have: whoever computes with the
+    values adds it (`dequantize` does), or, in a `jax.custom_vjp` of (values, scales,
+    straight_through), returns the gradient of the rows as the cotangent of `straight_through`.
+
+    Attributes:
+      values: float8_e4m3fn [capacity, ..., H], or [E_local, C, ..., H] in layout "padded".
+      scales: [capacity, ..., ceil(H / 128)], float32, or float8_e8m0fnu with "fp8_e8m0". The rows
+        are about `values * scales`; the last block of columns may be short.
+      straight_through: zeros of the shape of `values` in the dtype of the tokens.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    straight_through: jax.Array
+
+    def dequantize(self, dtype: Any = None) -> jax.Array:
+        """values * scales, computed in float32, with the derivative of the unquantised rows.
+
+        Args:
+          dtype: of the result; None is that of the tokens.
+        """
+        values, scales = lax.stop_gradient((self.values, self.scales))
+        dtype = self.straight_through.dtype if dtype is None else dtype
+        scales = jnp.repeat(scales.astype(jnp.float32), BLOCK, axis=-1)[..., : values.shape[-1]]
+        rows = values.astype(jnp.float32) * scales
+        return rows.astype(dtype) + self.straight_through.astype(dtype)
+
+
+def dequantize_tree(rows: Any) -> Any:
+    """The pytree `rows` with every `Quantized` in it dequantised to the dtype of its tokens."""
+
+    def is_quantized(leaf):
+        return isinstance(leaf, Quantized)
+
+    return jax.tree.map(
+        lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, rows, is_leaf=is_quantized)
+
+
+def is_cast(leaf: Any, quantize: str) -> bool:
+    """Whether a leaf of the payload is cast; `quantize` is "none" or a key of SCALE_DTYPES."""
+    return quantize != "none" and leaf.dtype in CAST_DTYPES
+
+
+def row_parts(leaf: Any, quantize: str) -> list[tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype, per row, of what stands for a leaf [T, ...] on the way: one or two arrays."""
+    shape = leaf.shape[1:]
+    if not is_cast(leaf, quantize):
+        return [(shape, leaf.dtype)]
+    *lines, columns = shape
+    scales = (*lines, -(-columns // BLOCK))
+    return [(shape, np.dtype(jnp.float8_e4m3fn)), (scales, SCALE_DTYPES[quantize])]
