@@ -1,6 +1,7 @@
 """What `dispatch(..., quantize=)` makes of a leaf: fp8 values, their scales, and the way back."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,6 +58,22 @@ def dequantize_tree(rows: Any) -> Any:
 
     return jax.tree.map(
         lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, rows, is_leaf=is_quantized)
+
+
+def check(quantize: str, leaves: Sequence[jax.Array]) -> None:
+    """Raises ValueError for an unknown cast, and for leaves [T, ...] that it is not for."""
+    if quantize not in SCALE_DTYPES:
+        raise ValueError(
+            f"quantize must be None or one of {tuple(SCALE_DTYPES)}, got {quantize!r}")
+    cast = [leaf for leaf in leaves if is_cast(leaf, quantize)]
+    if not cast:
+        names = ", ".join(dtype.name for dtype in CAST_DTYPES)
+        raise ValueError(f"quantize={quantize!r} needs a leaf of x of dtype {names}, got "
+                         f"{[leaf.dtype.name for leaf in leaves]}")
+    for leaf in cast:
+        if leaf.ndim < 2:
+            raise ValueError(f"quantize={quantize!r} casts leaves [T, ..., H] of x, got "
+                             f"{leaf.dtype} of shape {leaf.shape}")
 
 
 def is_cast(leaf: Any, quantize: str) -> bool:

@@ -145,10 +145,10 @@ def cast(x: jax.Array, quantize: str) -> list[jax.Array]:
 
     Mirrors csrc/core/quantize.h, and says there why flushed subnormals change nothing.
     """
-    num_columns = x.shape[-1]
-    blocks = jnp.pad(
-        x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -num_columns % quantized.BLOCK)]
-    ).reshape(x.shape[:-1] + (-1, quantized.BLOCK))
+    *lines, num_columns = x.shape
+    num_blocks = -(-num_columns // quantized.BLOCK)
+    padding = [(0, 0)] * len(lines) + [(0, num_blocks * quantized.BLOCK - num_columns)]
+    blocks = jnp.pad(x.astype(jnp.float32), padding).reshape(*lines, num_blocks, quantized.BLOCK)
     magnitude = _to_bits(blocks) & 0x7FFFFFFF
     amax = magnitude.max(axis=-1)
     is_nan = amax >= 0x7F800000
@@ -165,7 +165,7 @@ def cast(x: jax.Array, quantize: str) -> list[jax.Array]:
     values = blocks * _from_bits(inverse, jnp.float32)[..., None]
     values = _to_bits(values.astype(jnp.float8_e4m3fn))
     values = jnp.where(is_nan[..., None], jnp.uint8(0x7F), values)
-    values = values.reshape(x.shape[:-1] + (-1,))[..., :num_columns]
+    values = values.reshape(*lines, num_blocks * quantized.BLOCK)[..., :num_columns]
     return [
         _from_bits(values, jnp.dtype(jnp.float8_e4m3fn)),
         _from_bits(scale, quantized.SCALE_DTYPES[quantize]),
@@ -177,15 +177,17 @@ def _inverse(amax):
     exponent, divisor = amax >> 23, amax & 0x7FFFFF | 0x800000
     # 448 is 0xE00000 * 2^-15. Long division to 24 bits and one more, which rounds: a quotient of
     # two 24-bit numbers is never half way between two others.
-    small = divisor > 0xE00000
-    rest = jnp.where(small, jnp.uint32(2 * 0xE00000), jnp.uint32(0xE00000))
-    quotient = jnp.zeros_like(rest)
-    for _ in range(25):
+    small = (divisor > 0xE00000).astype(jnp.uint32)
+    rest = jnp.uint32(0xE00000) << small
+
+    def step(_, state):
+        quotient, rest = state
         bit = (rest >= divisor).astype(jnp.uint32)
-        quotient = 2 * quotient + bit
-        rest = 2 * (rest - bit * divisor)
+        return 2 * quotient + bit, 2 * (rest - bit * divisor)
+
+    quotient, _ = lax.fori_loop(0, 25, step, (jnp.zeros_like(rest), rest))
     quotient = (quotient + 1) >> 1
-    return ((262 - exponent - small.astype(jnp.uint32)) << 23) + quotient - 0x800000
+    return ((262 - exponent - small) << 23) + quotient - 0x800000
 
 
 def combine(topk_idx, slots, row_source, row_topk_idx, recv_slots, *operands, spec, values):

@@ -111,9 +111,6 @@ def test_rows_in_the_matrix(case, quantize, backend):
     check_payload(case, backend, quantize)
 
 
-ONE = Case(num_ranks=1, experts_per_rank=1, num_topk=1, num_tokens=64, spare_tokens=0)
-
-
 def cast(x, backend, quantize):
     """Values and scales of x [T, H], cast on the way to the one rank that there is."""
     x = np.asarray(x)
@@ -204,6 +201,15 @@ def test_columns_of_a_model(backend):
     values, scales = cast(x, backend, "fp8")
     assert scales.shape == (6, 23)
     assert_same_bits((values, scales), oracle.quantize(x, "fp8"))
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.parametrize("num_tokens, shape", [(0, (130,)), (5, (0,)), (5, (2, 0)), (5, (0, 130))])
+def test_nothing_to_cast(num_tokens, shape, quantize, both_backends):
+    run.skip_empty_arguments_in_several_processes()
+    case = Case(num_tokens=num_tokens)
+    x = {"x": np.zeros((2, num_tokens, *shape), np.float32)}
+    check(case, both_backends, quantize, cases.routing("uniform", case), x)
 
 
 def test_float64_travels_as_it_is(backend):
@@ -498,6 +504,43 @@ def test_moe(quantize, backend):
     for a, e in zip(actual, expected):
         a, e = np.asarray(a, np.float32), np.asarray(e, np.float32)
         assert np.linalg.norm(a - e) < 0.05 * np.linalg.norm(e)
+
+
+@pytest.mark.parametrize("module", ["nnx", "linen"])
+def test_flax_layer(module):
+    """The layer's input is cast, and its experts' and its own inputs' gradients are there."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    import jax_ep.flax
+
+    group = run.group_of(CASE, "native")
+    x = cases.floats(np.float32, (2 * CASE.num_tokens, HIDDEN))
+
+    def results(quantize):
+        config = jax_ep.flax.MoEConfig(group, HIDDEN, 8, quantize=quantize)
+        if module == "nnx":
+            graph, params = nnx.split(jax_ep.flax.nnx.MoE(config, rngs=nnx.Rngs(0)))
+            apply = lambda params, x: nnx.merge(graph, params)(x)[0]
+        else:
+            moe = jax_ep.flax.linen.MoE(config)
+            params = moe.init(jax.random.key(0), x)
+            apply = lambda params, x: moe.apply(params, x)[0]
+        y, vjp = jax.vjp(jax.jit(apply), params, x)
+        return [y, *jax.tree.leaves(vjp(jnp.ones_like(y)))]
+
+    for a, e in zip(results("fp8"), results(None), strict=True):
+        error = np.linalg.norm(a - e) / np.linalg.norm(e)
+        assert 0 < error < 0.1
+
+
+def test_attribute_of_the_cuda_call():
+    """The enum Quantize of csrc/core/quantize.h."""
+    topk_idx, x, weights = layer_inputs()
+    for number, quantize in enumerate((None, *KINDS)):
+        f = on_ranks("native", lambda handle, x: jax_ep.dispatch(x, handle, quantize=quantize)[0])
+        text = jax.jit(f).trace(topk_idx, x).lower(lowering_platforms=("cuda",)).as_text()
+        assert f"quantize = {number} : i32" in text
 
 
 # Errors.

@@ -33,20 +33,22 @@ def dispatch(
     Linear in `x` and in `topk_weights`; the transpose is `combine`. Collective over the group;
     call it inside `shard_map`.
 
+    With `quantize`, every bfloat16, float16 and float32 leaf [T, ..., H] is cast to float8_e4m3fn
+    on the way, with a scale for every 128 columns, and comes out as a `Quantized`. In derivatives
+    the cast counts as the identity.
+
     Args:
       x: a pytree of arrays [T, ...] of any whole-byte dtype: activations, `(fp8, scales)`, ids.
-        A token's bytes in all leaves are at most `group.max_row_bytes`.
+        A token's bytes in all leaves, those of values and scales where it is cast, are at most
+        `group.max_row_bytes`.
       handle: of `prepare`, for the same T tokens.
       topk_weights: floats [T, K], or None.
-      quantize: None, or the cast of every bfloat16, float16 and float32 leaf [T, ..., H] to
-        float8_e4m3fn on the way, with a scale for every 128 columns: "fp8" (float32 scales) or
-        "fp8_e8m0" (powers of two in float8_e8m0fnu). At least one leaf must be of these dtypes;
-        the bytes of a token are then those of its values and scales. In derivatives the cast
-        counts as the identity.
+      quantize: None, "fp8" (float32 scales) or "fp8_e8m0" (scales that are powers of two, in
+        float8_e8m0fnu).
 
     Returns:
-      rows: the pytree of `x`, leaves [capacity, ...], or [E_local, C, ...] in layout "padded".
-        Rows without a source are zero. In place of a leaf that is cast there is a `Quantized`.
+      rows: the pytree of `x`, leaves [capacity, ...], or [E_local, C, ...] in layout "padded";
+        a `Quantized` for a leaf that is cast. Rows without a source are zero.
       row_weights: the weight of each row's pair, [capacity] or [E_local, C]; in layout "rank"
         [capacity, K], zero where the k-th expert is not on this rank. None without topk_weights.
 
@@ -68,7 +70,7 @@ def dispatch(
                 f"topk_idx has, got {leaf.shape}"
             )
     if quantize is not None:
-        _check_quantize(quantize, leaves)
+        quantized.check(quantize, leaves)
     _check_row_bytes("x", leaves, spec, quantize or "none")
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights)
@@ -89,26 +91,6 @@ def dispatch(
         rows = _dispatch_quantized(spec, has_weights, quantize, operands)
     row_weights = rows.pop() if has_weights else None
     return jax.tree.unflatten(treedef, rows), row_weights
-
-
-def _check_quantize(quantize, leaves):
-    if quantize not in quantized.SCALE_DTYPES:
-        raise ValueError(
-            f"quantize must be None or one of {tuple(quantized.SCALE_DTYPES)}, got {quantize!r}"
-        )
-    cast = [leaf for leaf in leaves if quantized.is_cast(leaf, quantize)]
-    if not cast:
-        names = ", ".join(dtype.name for dtype in quantized.CAST_DTYPES)
-        raise ValueError(
-            f"quantize={quantize!r} needs a leaf of x of dtype {names}, got "
-            f"{[leaf.dtype.name for leaf in leaves]}"
-        )
-    for leaf in cast:
-        if leaf.ndim < 2:
-            raise ValueError(
-                f"quantize={quantize!r} casts leaves [T, ..., H] of x, got {leaf.dtype} of shape "
-                f"{leaf.shape}"
-            )
 
 
 def _check_row_bytes(name, leaves, spec, quantize):
@@ -181,32 +163,30 @@ def _transpose(cotangents, *operands, spec, has_weights, quantize):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _dispatch_quantized(spec, has_weights, quantize, operands):
     """The rows of every leaf, a Quantized where it is cast, then the row weights."""
-    leaves = operands[common.NUM_ROUTING :]
-    results = dispatch_p.bind(*operands, spec=spec, has_weights=has_weights, quantize=quantize)
-    row_weights = [results.pop()] if has_weights else []
-    results = iter(results)
+    results = iter(
+        dispatch_p.bind(*operands, spec=spec, has_weights=has_weights, quantize=quantize)
+    )
     rows = []
-    for leaf in leaves[: len(leaves) - has_weights]:
+    for leaf in _leaves(operands, has_weights):
         row = next(results)
         if quantized.is_cast(leaf, quantize):
             zeros = varying.vary_like(jnp.zeros(row.shape, leaf.dtype), row)
             row = quantized.Quantized(row, next(results), zeros)
         rows.append(row)
-    return rows + row_weights
+    return [*rows, *results]
+
+
+def _leaves(operands, has_weights):
+    """Of all operands, or their tangents, those of the leaves."""
+    return operands[common.NUM_ROUTING : len(operands) - has_weights]
 
 
 @functools.partial(_dispatch_quantized.defjvp, symbolic_zeros=True)
 def _dispatch_quantized_jvp(spec, has_weights, quantize, primals, tangents):
     (operands,), (tangents,) = primals, tangents
-    payload = operands[common.NUM_ROUTING : len(operands) - has_weights]
-    # Tangents and their cotangents are not cast, and must have room as well.
-    tangent_leaves = [
-        leaf
-        for leaf, tangent in zip(payload, tangents[common.NUM_ROUTING :])
-        if not common.is_zero(tangent)
-    ]
-    _check_row_bytes("the derivative of x", tangent_leaves, spec, "none")
-
+    # Tangents, and their cotangents, are not cast. They must have room as well.
+    _, moving = common.pick_nonzero(_leaves(tangents, has_weights))
+    _check_row_bytes("the derivative of x", moving, spec, "none")
     rows = _dispatch_quantized(spec, has_weights, quantize, operands)
     tangents_out = jax.tree.map(SymbolicZero.from_primal_value, rows)
     for i, tangent in _move_tangents(operands, tangents, spec, has_weights):
