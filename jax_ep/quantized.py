@@ -82,7 +82,7 @@ def is_cast(leaf: Any, quantize: str) -> bool:
 
 
 def row_parts(leaf: Any, quantize: str) -> list[tuple[tuple[int, ...], np.dtype]]:
-    """Shape and dtype, per row, of what stands for a leaf [T, ...] on the way: one or two arrays."""
+    """Shape and dtype, per row, of the one or two arrays that travel for a leaf [T, ...]."""
     shape = leaf.shape[1:]
     if not is_cast(leaf, quantize):
         return [(shape, leaf.dtype)]
