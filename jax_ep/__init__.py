@@ -13,6 +13,7 @@ from jax_ep.moe import moe, swiglu
 from jax_ep.primitives.combine import combine
 from jax_ep.primitives.dispatch import dispatch
 from jax_ep.primitives.prepare import prepare
+from jax_ep.quantized import Quantized
 from jax_ep.routing import expert_load, load_balance_loss, route, update_correction_bias
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Group",
     "Handle",
+    "Quantized",
     "combine",
     "dispatch",
     "expert_load",

@@ -11,6 +11,7 @@ from jax_ep.handle import Handle
 from jax_ep.primitives.combine import combine
 from jax_ep.primitives.dispatch import dispatch
 from jax_ep.primitives.prepare import prepare
+from jax_ep.quantized import dequantize_tree
 
 ExpertFn = Callable[[Any, jax.Array], jax.Array]
 
@@ -25,6 +26,7 @@ def moe(
     capacity: int | None = None,
     expert_alignment: int = 1,
     layout: str = "expert",
+    quantize: str | None = None,
 ) -> tuple[jax.Array, Handle]:
     """Sends tokens to their experts, applies `expert_fn` there and sums the weighted results.
 
@@ -41,6 +43,9 @@ def moe(
         [E_local, C, H] and [E_local, C, H']. Rows without a token are zero on the way in, and what
         the function returns for them is ignored.
       capacity, expert_alignment, layout: as in `prepare`.
+      quantize: as in `dispatch`: "fp8" or "fp8_e8m0" casts x on the way to the experts. The expert
+        function gets rows of x's dtype again (`Quantized.dequantize`), and gradients pass the cast
+        unchanged. The way back, by combine, is not cast.
 
     Returns:
       (y [T, H'] in the dtype of the expert function's result, the handle with the counters).
@@ -54,8 +59,8 @@ def moe(
         raise ValueError(f'moe takes layout "expert" or "padded", got {layout!r}')
     handle = prepare(
         group, topk_idx, layout=layout, capacity=capacity, expert_alignment=expert_alignment)
-    rows, row_weights = dispatch(x, handle, topk_weights)
-    out = expert_fn(rows, handle.group_sizes)
+    rows, row_weights = dispatch(x, handle, topk_weights, quantize=quantize)
+    out = expert_fn(dequantize_tree(rows), handle.group_sizes)
     leading = handle.row_source.shape
     if out.shape[:len(leading)] != leading:
         raise ValueError(f"expert_fn must return one result per row, a shape that begins with "

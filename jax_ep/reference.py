@@ -7,9 +7,12 @@ what the primitives do (see primitives/) and run inside shard_map.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jax_ep import quantized
 from jax_ep.handle import HandleSpec
+from jax_ep.varying import vary_like
 
 
 def prepare(topk_idx: jax.Array, *, spec: HandleSpec) -> list[jax.Array]:
@@ -92,12 +95,21 @@ def prepare(topk_idx: jax.Array, *, spec: HandleSpec) -> list[jax.Array]:
         num_rows[me],
         num_dropped,
     ]
-    return [_vary_like(x.astype(jnp.int32), topk_idx) for x in results]
+    return [vary_like(x.astype(jnp.int32), topk_idx) for x in results]
 
 
-def dispatch(topk_idx, slots, row_source, row_topk_idx, recv_slots, *leaves, spec, has_weights):
+def dispatch(
+    topk_idx, slots, row_source, row_topk_idx, recv_slots, *operands, spec, has_weights, quantize
+):
     """Gathers all tokens of all ranks, then takes the rows."""
     del slots, recv_slots
+    leaves = list(operands)
+    pair_weights = leaves.pop() if has_weights else None
+    leaves = [
+        part
+        for leaf in leaves
+        for part in (cast(leaf, quantize) if quantized.is_cast(leaf, quantize) else [leaf])
+    ]
     group = spec.group
     num_tokens = topk_idx.shape[0]
     code = row_source.reshape(-1)
@@ -110,23 +122,72 @@ def dispatch(topk_idx, slots, row_source, row_topk_idx, recv_slots, *leaves, spe
 
     def pull(leaf):
         if num_tokens == 0:  # XLA gathers nothing from nothing
-            return _vary_like(jnp.zeros(index.shape + leaf.shape[1:], _bits_dtype(leaf.dtype)), leaf)
+            return vary_like(jnp.zeros(index.shape + leaf.shape[1:], _bits_dtype(leaf.dtype)), leaf)
         gathered = lax.all_gather(_to_bits(leaf), group.axis_names, tiled=True)
         return gathered.at[index].get(mode="fill", fill_value=0)
 
-    rows = []
-    for i, leaf in enumerate(leaves):
-        if has_weights and i == len(leaves) - 1:
-            weights = pull(leaf)
-            if spec.layout == "rank":
-                weights = jnp.where(row_topk_idx >= 0, weights, 0)
-            else:
-                weights = jnp.take_along_axis(weights, jnp.maximum(k, 0)[:, None], axis=1)
-            row = weights.reshape(spec.value_dims)
+    rows = [
+        _from_bits(pull(leaf).reshape(spec.row_dims + leaf.shape[1:]), leaf.dtype)
+        for leaf in leaves
+    ]
+    if has_weights:
+        weights = pull(pair_weights)
+        if spec.layout == "rank":
+            weights = jnp.where(row_topk_idx >= 0, weights, 0)
         else:
-            row = pull(leaf).reshape(spec.row_dims + leaf.shape[1:])
-        rows.append(_from_bits(row, leaf.dtype))
+            weights = jnp.take_along_axis(weights, jnp.maximum(k, 0)[:, None], axis=1)
+        rows.append(_from_bits(weights.reshape(spec.value_dims), pair_weights.dtype))
     return rows
+
+
+def cast(x: jax.Array, quantize: str) -> list[jax.Array]:
+    """The float8_e4m3fn values [..., H] of floats x, and their scales [..., ceil(H / 128)].
+
+    Mirrors csrc/core/quantize.h, and says there why flushed subnormals change nothing.
+    """
+    *lines, num_columns = x.shape
+    num_blocks = -(-num_columns // quantized.BLOCK)
+    padding = [(0, 0)] * len(lines) + [(0, num_blocks * quantized.BLOCK - num_columns)]
+    blocks = jnp.pad(x.astype(jnp.float32), padding).reshape(*lines, num_blocks, quantized.BLOCK)
+    magnitude = _to_bits(blocks) & 0x7FFFFFFF
+    amax = magnitude.max(axis=-1)
+    is_nan = amax >= 0x7F800000
+    amax = jnp.maximum(amax, 20 << 23)  # 2^-107
+    if quantize == "fp8":
+        # As integers, not as numbers that are moved: XLA must not drop a rounding.
+        scale = _to_bits(_from_bits(amax, jnp.float32) * np.float32(1 / 448))
+        scale = jnp.where(is_nan, 0x7FC00000, scale)
+        inverse = _inverse(amax)
+    else:
+        biased = (amax - (8 << 23) + 0x1FFFFF) >> 23
+        scale = jnp.where(is_nan, 0xFF, biased).astype(jnp.uint8)
+        inverse = (254 - biased) << 23
+    values = blocks * _from_bits(inverse, jnp.float32)[..., None]
+    values = _to_bits(values.astype(jnp.float8_e4m3fn))
+    values = jnp.where(is_nan[..., None], jnp.uint8(0x7F), values)
+    values = values.reshape(*lines, num_blocks * quantized.BLOCK)[..., :num_columns]
+    return [
+        _from_bits(values, jnp.dtype(jnp.float8_e4m3fn)),
+        _from_bits(scale, quantized.SCALE_DTYPES[quantize]),
+    ]
+
+
+def _inverse(amax):
+    """448 / amax to nearest even, both float32 as bits: XLA's division is not exact on GPUs."""
+    exponent, divisor = amax >> 23, amax & 0x7FFFFF | 0x800000
+    # 448 is 0xE00000 * 2^-15. Long division to 24 bits and one more, which rounds: a quotient of
+    # two 24-bit numbers is never half way between two others.
+    small = (divisor > 0xE00000).astype(jnp.uint32)
+    rest = jnp.uint32(0xE00000) << small
+
+    def step(_, state):
+        quotient, rest = state
+        bit = (rest >= divisor).astype(jnp.uint32)
+        return 2 * quotient + bit, 2 * (rest - bit * divisor)
+
+    quotient, _ = lax.fori_loop(0, 25, step, (jnp.zeros_like(rest), rest))
+    quotient = (quotient + 1) >> 1
+    return ((262 - exponent - small) << 23) + quotient - 0x800000
 
 
 def combine(topk_idx, slots, row_source, row_topk_idx, recv_slots, *operands, spec, values):
@@ -152,7 +213,7 @@ def combine(topk_idx, slots, row_source, row_topk_idx, recv_slots, *operands, sp
     def take(flat, k, where):
         """flat[slot[:, k]] where `where`, else zero."""
         if num_slots == 0:  # XLA takes nothing from nothing
-            return _vary_like(jnp.zeros(slot.shape[:1] + flat.shape[1:], flat.dtype), flat)
+            return vary_like(jnp.zeros(slot.shape[:1] + flat.shape[1:], flat.dtype), flat)
         index = jnp.where(where[:, k], slot[:, k], len(flat))
         return flat.at[index].get(mode="fill", fill_value=0)
 
@@ -194,11 +255,6 @@ def _num_slots(spec: HandleSpec) -> int:
 def _unravel(pair, num_tokens, num_topk):
     """Index in [R, T, K] flattened -> rank, token, k."""
     return pair // num_topk // max(num_tokens, 1), pair // num_topk % max(num_tokens, 1), pair % num_topk
-
-
-def _vary_like(x, like):
-    missing = tuple(sorted(jax.typeof(like).mat.varying - jax.typeof(x).mat.varying, key=str))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def accumulator(dtype) -> jnp.dtype:

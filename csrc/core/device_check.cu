@@ -1,6 +1,7 @@
 // Compiled, never run: what the kernels take from core must compile as device code.
 #include "csrc/core/dtype.h"
 #include "csrc/core/macros.h"
+#include "csrc/core/quantize.h"
 #include "csrc/core/shape.h"
 #include "csrc/core/slots.h"
 #include "csrc/core/status.h"
@@ -22,6 +23,17 @@ __global__ void DeviceCheck(Shape shape, int64_t count, const int32_t* topk_idx,
   if (source.rank == rank && slots[pair] != kNoSlot && slots[pair] < shape.num_rows()) {
     group_sizes[local_expert] = ClippedSize(local_expert * rows, rows, shape.capacity);
   }
+}
+
+// Each thread casts the first columns of its block.
+__global__ void DeviceCheckQuantize(Quantize quantize, int32_t columns, const float* x,
+                                    uint8_t* values, uint32_t* scales) {
+  const int32_t block = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (block >= NumBlocks(columns)) return;
+  const float first = x[block * kBlockColumns];
+  const BlockScale scale = ScaleOf(quantize, Magnitude(first));
+  values[block * StorageBytes(DType::kF8E4M3FN)] = QuantizeValue(first, scale.inverse);
+  scales[block * ScaleBytes(quantize)] = scale.bits;
 }
 
 }  // namespace jax_ep

@@ -8,11 +8,25 @@
 #include <cuda_fp16.h>
 #endif
 
+#include "csrc/core/macros.h"
+
 // Row dtypes that combine can sum: conversion to the accumulator and back,
 // rounded to nearest even as XLA's and numpy's casts are.
 namespace jax_ep {
 
 enum class DType : int32_t { kF32, kF64, kBF16, kF16, kF8E4M3FN, kF8E5M2 };
+
+JAX_EP_HOST_DEVICE int32_t StorageBytes(DType dtype) {
+  switch (dtype) {
+    case DType::kF64: return 8;
+    case DType::kF32: return 4;
+    case DType::kBF16:
+    case DType::kF16: return 2;
+    case DType::kF8E4M3FN:
+    case DType::kF8E5M2: return 1;
+  }
+  return 0;
+}
 
 // Inlined everywhere, so that a function compiled for a wider instruction set
 // gets a version of its own (see csrc/cpu/combine.cc).

@@ -101,18 +101,6 @@ SumTerms Choose(DType dtype, bool weighted) {
   return nullptr;
 }
 
-int64_t ElementBytes(DType dtype) {
-  switch (dtype) {
-    case DType::kF32: return 4;
-    case DType::kF64: return 8;
-    case DType::kBF16:
-    case DType::kF16: return 2;
-    case DType::kF8E4M3FN:
-    case DType::kF8E5M2: return 1;
-  }
-  return 0;
-}
-
 double Weight(const CombineArgs& args, int64_t row) {
   if (args.weight_dtype == DType::kF64) {
     return reinterpret_cast<const double*>(args.row_weights)[row];
@@ -183,7 +171,7 @@ Status Combine(const Shape& shape, const std::vector<CombineArgs>& ranks, int32_
     if (Status status = FindRows(shape, args, token, placements); !status.ok()) return status;
     for (size_t i = 0; i < args.leaves.size(); ++i) {
       const CombineLeaf& leaf = args.leaves[i];
-      const int64_t row_bytes = leaf.row_elements * ElementBytes(leaf.dtype);
+      const int64_t row_bytes = leaf.row_elements * StorageBytes(leaf.dtype);
       terms.clear();
       for (const Placement& placement : placements) {
         const CombineArgs& target = ranks[placement.rank];

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "csrc/core/dtype.h"
+#include "csrc/core/quantize.h"
 #include "csrc/core/shape.h"
 #include "csrc/core/status.h"
 
@@ -15,6 +17,13 @@ struct DispatchLeaf {
   const std::byte* tokens = nullptr;  // [T, row_bytes]
   std::byte* rows = nullptr;          // [rows, row_bytes]
   int64_t row_bytes = 0;
+  // Where the leaf is cast to float8_e4m3fn: row_bytes are those of its rows, a token has as many
+  // elements of `dtype`, in lines of `columns`.
+  Quantize quantize = Quantize::kNone;
+  DType dtype = DType::kF32;
+  int32_t columns = 0;
+  std::byte* scales = nullptr;  // [rows, scale_bytes]
+  int64_t scale_bytes = 0;
 };
 
 // One rank's buffers for dispatch. A pair value (a top-k weight) goes to the
@@ -30,7 +39,7 @@ struct DispatchArgs {
 };
 
 // Fills rows [begin, end) of `rank` by pulling them from their source ranks;
-// rows without a source become zero. Ranks and row ranges may run in parallel.
+// rows without a source become zero, and so the bytes of their scales. Ranks and row ranges may run in parallel.
 Status Dispatch(const Shape& shape, const std::vector<DispatchArgs>& ranks, int32_t rank,
                 int64_t begin, int64_t end);
 

@@ -89,8 +89,8 @@ struct WorkspaceLayout {
   // combine, [R, T]. Each row is followed by the K values of its pairs.
   JAX_EP_HOST_DEVICE int64_t staging_offset() const { return counts_offset() + counts_bytes(); }
   JAX_EP_HOST_DEVICE int64_t staging_row_bytes() const {
-    // Every leaf of a row may be padded to 16 bytes; 8 bytes a pair value.
-    return (max_row_bytes + 15) / 16 * 16 + 16 * kMaxLeaves + (8 * num_topk + 15) / 16 * 16;
+    // Every leaf of a row, and its scales, may be padded to 16 bytes; 8 bytes a pair value.
+    return (max_row_bytes + 15) / 16 * 16 + 32 * kMaxLeaves + (8 * num_topk + 15) / 16 * 16;
   }
   JAX_EP_HOST_DEVICE int64_t staging_bytes() const {
     return RoundUp(staging_row_bytes() * num_ranks * max_tokens_per_rank);

@@ -27,7 +27,7 @@ class MoEConfig:
         gate without one.
       capacity_factor: rows per rank as a multiple of the mean load, beyond which pairs are
         dropped; None never drops.
-      expert_alignment, layout: as in `jax_ep.moe`.
+      expert_alignment, layout, quantize: as in `jax_ep.moe`.
       token_axes: the mesh axes that the tokens are spread over, the group's among them. None is
         all axes of the mesh.
       dtype: of the computation and the result; None is that of the input. The gate is always
@@ -48,6 +48,7 @@ class MoEConfig:
     capacity_factor: float | None = None
     expert_alignment: int = 1
     layout: str = "expert"
+    quantize: str | None = None
     token_axes: tuple[str, ...] | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -255,6 +256,7 @@ def _per_device(config, params, x, correction_bias):
         capacity=capacity,
         expert_alignment=config.expert_alignment,
         layout=config.layout,
+        quantize=config.quantize,
     )
     if config.num_shared_experts:
         y += _shared_experts(x, params["shared_gate_up"], params["shared_down"])

@@ -75,7 +75,7 @@ def combine(rows: Any, handle: Handle, row_weights: jax.Array | None = None) -> 
                 f"every leaf of rows must have shape [{', '.join(map(str, spec.row_dims))}, ...], "
                 f"as the handle's layout {spec.layout!r} has, got {leaf.shape}"
             )
-        row_bytes += common.row_bytes(leaf, len(spec.row_dims))
+        row_bytes += common.row_bytes(leaf.shape[len(spec.row_dims) :], leaf.dtype)
     common.check_row_bytes("rows", row_bytes, spec.group)
     values = "none"
     if row_weights is not None:
@@ -145,7 +145,9 @@ def _transpose(cotangents, *operands, spec, values):
     if not kept:
         return [None] * len(operands)
     has_weights = values == "returned" and kept[-1] == len(cotangents) - 1
-    moved = dispatch_p.bind(*routing, *moving, spec=spec, has_weights=has_weights)
+    moved = dispatch_p.bind(
+        *routing, *moving, spec=spec, has_weights=has_weights, quantize="none"
+    )
 
     result = [None] * len(payload)
     if values == "weights":

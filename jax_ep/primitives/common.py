@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
+from jax_ep import varying
 from jax_ep.group import Group
 from jax_ep.handle import Handle, HandleSpec
 
@@ -38,13 +40,8 @@ def vary(spec: HandleSpec, operands: Sequence[jax.Array]) -> list[jax.Array]:
     is a sum over them; the cast is what makes JAX take that sum.
     """
     operands = [jnp.asarray(x) for x in operands]
-    axes = set(spec.group.axis_names).union(*(jax.typeof(x).mat.varying for x in operands))
-
-    def cast(x):
-        missing = tuple(sorted(axes - jax.typeof(x).mat.varying, key=str))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return [cast(x) for x in operands]
+    axes = varying.axes_of(operands) | set(spec.group.axis_names)
+    return [varying.vary(x, axes) for x in operands]
 
 
 def check_handle(handle: Handle) -> None:
@@ -53,9 +50,9 @@ def check_handle(handle: Handle) -> None:
         raise TypeError(f"handle must be a jax_ep.Handle, of prepare, got {handle!r}")
 
 
-def row_bytes(leaf: jax.Array, leading: int) -> int:
-    """Bytes of one row of `leaf`, whose first `leading` dimensions count rows."""
-    return math.prod(leaf.shape[leading:]) * leaf.dtype.itemsize
+def row_bytes(shape: Sequence[int], dtype) -> int:
+    """Bytes of one row, which has this shape and dtype."""
+    return math.prod(shape) * dtype.itemsize
 
 
 def check_row_bytes(name: str, total: int, group: Group) -> None:
@@ -114,7 +111,7 @@ def zero_tangent(primal) -> ad.Zero:
 
 def is_zero(x) -> bool:
     """Whether a tangent or cotangent is a symbolic zero."""
-    return type(x) is ad.Zero
+    return type(x) in (ad.Zero, SymbolicZero)
 
 
 def pick_nonzero(values: Sequence) -> tuple[list[int], list]:

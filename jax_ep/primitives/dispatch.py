@@ -1,39 +1,54 @@
 """`dispatch`: moves tokens to their experts."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jax_ep import reference
+from jax_ep import quantized, reference, varying
 from jax_ep.handle import Handle
 from jax_ep.primitives import common, lowering
 
 # Operands: the routing, then the payload's leaves [T, ...] and, with has_weights, the top-k
-# weights [T, K]. Results: the rows of every leaf, then the row weights.
+# weights [T, K]. Results: the rows of every leaf, or values and scales of one that is cast, then
+# the row weights. `quantize` is "none", "fp8" or "fp8_e8m0".
 dispatch_p = Primitive("jax_ep_dispatch")
 dispatch_p.multiple_results = True
 
 
 def dispatch(
-    x: Any, handle: Handle, topk_weights: jax.Array | None = None
+    x: Any,
+    handle: Handle,
+    topk_weights: jax.Array | None = None,
+    *,
+    quantize: str | None = None,
 ) -> tuple[Any, jax.Array | None]:
     """Moves each token to the rows that `handle` gives it, all leaves in one transfer.
 
     Linear in `x` and in `topk_weights`; the transpose is `combine`. Collective over the group;
     call it inside `shard_map`.
 
+    With `quantize`, every bfloat16, float16 and float32 leaf [T, ..., H] is cast to float8_e4m3fn
+    on the way, with a scale for every 128 columns, and comes out as a `Quantized`. In derivatives
+    the cast counts as the identity.
+
     Args:
       x: a pytree of arrays [T, ...] of any whole-byte dtype: activations, `(fp8, scales)`, ids.
-        A token's bytes in all leaves are at most `group.max_row_bytes`.
+        A token's bytes in all leaves, those of values and scales where it is cast, are at most
+        `group.max_row_bytes`.
       handle: of `prepare`, for the same T tokens.
       topk_weights: floats [T, K], or None.
+      quantize: None, "fp8" (float32 scales) or "fp8_e8m0" (scales that are powers of two, in
+        float8_e8m0fnu).
 
     Returns:
-      rows: the pytree of `x`, leaves [capacity, ...], or [E_local, C, ...] in layout "padded".
-        Rows without a source are zero.
+      rows: the pytree of `x`, leaves [capacity, ...], or [E_local, C, ...] in layout "padded";
+        a `Quantized` for a leaf that is cast. Rows without a source are zero.
       row_weights: the weight of each row's pair, [capacity] or [E_local, C]; in layout "rank"
         [capacity, K], zero where the k-th expert is not on this rank. None without topk_weights.
 
@@ -43,12 +58,10 @@ def dispatch(
     """
     common.check_handle(handle)
     spec = handle.spec
-    group = spec.group
-    group.check_context("dispatch")
+    spec.group.check_context("dispatch")
     num_tokens = handle.topk_idx.shape[0]
     leaves, treedef = jax.tree.flatten(x)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    row_bytes = 0
     for leaf in leaves:
         common.check_whole_bytes("x", leaf)
         if leaf.ndim < 1 or leaf.shape[0] != num_tokens:
@@ -56,8 +69,9 @@ def dispatch(
                 f"every leaf of x must have shape [T={num_tokens}, ...], as the handle's "
                 f"topk_idx has, got {leaf.shape}"
             )
-        row_bytes += common.row_bytes(leaf, 1)
-    common.check_row_bytes("x", row_bytes, group)
+    if quantize is not None:
+        quantized.check(quantize, leaves)
+    _check_row_bytes("x", leaves, spec, quantize or "none")
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights)
         if topk_weights.shape != handle.topk_idx.shape:
@@ -71,41 +85,63 @@ def dispatch(
 
     has_weights = topk_weights is not None
     operands = common.vary(spec, [*common.routing_operands(handle), *leaves])
-    results = dispatch_p.bind(*operands, spec=spec, has_weights=has_weights)
-    row_weights = results.pop() if has_weights else None
-    return jax.tree.unflatten(treedef, results), row_weights
+    if quantize is None:
+        rows = dispatch_p.bind(*operands, spec=spec, has_weights=has_weights, quantize="none")
+    else:
+        rows = _dispatch_quantized(spec, has_weights, quantize, operands)
+    row_weights = rows.pop() if has_weights else None
+    return jax.tree.unflatten(treedef, rows), row_weights
+
+
+def _check_row_bytes(name, leaves, spec, quantize):
+    parts = [part for leaf in leaves for part in quantized.row_parts(leaf, quantize)]
+    total = sum(common.row_bytes(shape, dtype) for shape, dtype in parts)
+    common.check_row_bytes(name, total, spec.group)
 
 
 @dispatch_p.def_abstract_eval
-def _abstract_eval(*avals, spec, has_weights):
-    leaves = avals[common.NUM_ROUTING :]
+def _abstract_eval(*avals, spec, has_weights, quantize):
+    leaves = list(avals[common.NUM_ROUTING :])
+    weights = leaves.pop() if has_weights else None
     results = [
-        common.result_aval(leaf, spec.row_dims + leaf.shape[1:], leaf.dtype) for leaf in leaves
+        common.result_aval(leaf, spec.row_dims + shape, dtype)
+        for leaf in leaves
+        for shape, dtype in quantized.row_parts(leaf, quantize)
     ]
     if has_weights:
-        results[-1] = common.result_aval(leaves[-1], spec.value_dims, leaves[-1].dtype)
+        results.append(common.result_aval(weights, spec.value_dims, weights.dtype))
     return results
 
 
-def _jvp(primals, tangents, *, spec, has_weights):
-    results = dispatch_p.bind(*primals, spec=spec, has_weights=has_weights)
-    kept, moving = common.pick_nonzero(tangents[common.NUM_ROUTING :])
+def _jvp(primals, tangents, *, spec, has_weights, quantize):
+    assert quantize == "none"  # else it is inside _dispatch_quantized
+    results = dispatch_p.bind(*primals, spec=spec, has_weights=has_weights, quantize=quantize)
     tangents_out = [common.zero_tangent(x) for x in results]
-    if kept:
-        moved = dispatch_p.bind(
-            *primals[: common.NUM_ROUTING],
-            *moving,
-            spec=spec,
-            has_weights=has_weights and kept[-1] == len(results) - 1,
-        )
-        for i, tangent in zip(kept, moved):
-            tangents_out[i] = tangent
+    for i, tangent in _move_tangents(primals, tangents, spec, has_weights):
+        tangents_out[i] = tangent
     return results, tangents_out
 
 
-def _transpose(cotangents, *operands, spec, has_weights):
+def _move_tangents(primals, tangents, spec, has_weights):
+    """(i, tangent of the rows) for every payload operand i that has a tangent."""
+    tangents = tangents[common.NUM_ROUTING :]
+    kept, moving = common.pick_nonzero(tangents)
+    if not kept:
+        return []
+    moved = dispatch_p.bind(
+        *primals[: common.NUM_ROUTING],
+        *moving,
+        spec=spec,
+        has_weights=has_weights and kept[-1] == len(tangents) - 1,
+        quantize="none",
+    )
+    return list(zip(kept, moved))
+
+
+def _transpose(cotangents, *operands, spec, has_weights, quantize):
     from jax_ep.primitives.combine import combine_p
 
+    assert quantize == "none"
     kept, moving = common.pick_nonzero(cotangents)
     result = [None] * len(operands)
     if kept:
@@ -120,6 +156,45 @@ def _transpose(cotangents, *operands, spec, has_weights):
             if ad.is_undefined_primal(operands[common.NUM_ROUTING + i]):
                 result[common.NUM_ROUTING + i] = cotangent
     return result
+
+
+# The derivative of a cast would be zero almost everywhere; it counts as the identity. So the
+# tangents of all operands move unquantised, in one dispatch, and leave by `straight_through`.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _dispatch_quantized(spec, has_weights, quantize, operands):
+    """The rows of every leaf, a Quantized where it is cast, then the row weights."""
+    results = iter(
+        dispatch_p.bind(*operands, spec=spec, has_weights=has_weights, quantize=quantize)
+    )
+    rows = []
+    for leaf in _leaves(operands, has_weights):
+        row = next(results)
+        if quantized.is_cast(leaf, quantize):
+            zeros = varying.vary_like(jnp.zeros(row.shape, leaf.dtype), row)
+            row = quantized.Quantized(row, next(results), zeros)
+        rows.append(row)
+    return [*rows, *results]
+
+
+def _leaves(operands, has_weights):
+    """Of all operands, or their tangents, those of the leaves."""
+    return operands[common.NUM_ROUTING : len(operands) - has_weights]
+
+
+@functools.partial(_dispatch_quantized.defjvp, symbolic_zeros=True)
+def _dispatch_quantized_jvp(spec, has_weights, quantize, primals, tangents):
+    (operands,), (tangents,) = primals, tangents
+    # Tangents, and their cotangents, are not cast. They must have room as well.
+    _, moving = common.pick_nonzero(_leaves(tangents, has_weights))
+    _check_row_bytes("the derivative of x", moving, spec, "none")
+    rows = _dispatch_quantized(spec, has_weights, quantize, operands)
+    tangents_out = jax.tree.map(SymbolicZero.from_primal_value, rows)
+    for i, tangent in _move_tangents(operands, tangents, spec, has_weights):
+        if isinstance(rows[i], quantized.Quantized):
+            tangents_out[i] = dataclasses.replace(tangents_out[i], straight_through=tangent)
+        else:
+            tangents_out[i] = tangent
+    return rows, tangents_out
 
 
 ad.primitive_jvps[dispatch_p] = _jvp

@@ -50,8 +50,15 @@ def register(primitive: Primitive, op: str, reference: Callable) -> None:
         mlir.register_lowering(primitive, native_rule(f"jax_ep_{platform}_{op}"), platform=platform)
 
 
-# How params are spelt as FFI attributes: the enums of csrc/core/shape.h and csrc/cpu/combine.h.
-_ATTRIBUTE_VALUES = {"none": np.int32(0), "weights": np.int32(1), "returned": np.int32(2)}
+# How params are spelt as FFI attributes: the enums Values of xla_ffi/decode.h and Quantize of
+# csrc/core/quantize.h.
+_ATTRIBUTE_VALUES = {
+    "none": np.int32(0),
+    "weights": np.int32(1),
+    "returned": np.int32(2),
+    "fp8": np.int32(1),
+    "fp8_e8m0": np.int32(2),
+}
 
 
 def _attributes(spec: HandleSpec) -> dict:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 
 from jax_ep.testing.rounding import accumulator_dtype, fma, round_to
@@ -201,6 +202,40 @@ def dispatch(plan: Plan, x: np.ndarray) -> np.ndarray:
     for src, t, _, dst, row in plan.placed_pairs():
         rows[(dst, *row)] = x[src, t]
     return rows
+
+
+QUANTIZE = ("fp8", "fp8_e8m0")
+BLOCK = 128
+
+
+def quantize(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values float8_e4m3fn [..., H] of one leaf, and scales [..., ceil(H / 128)]."""
+    *lead, num_columns = x.shape
+    num_blocks = -(-num_columns // BLOCK)
+    values = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.zeros((*lead, num_blocks),
+                      {"fp8": np.float32, "fp8_e8m0": ml_dtypes.float8_e8m0fnu}[kind])
+    for *row, block in np.ndindex(*lead, num_blocks):
+        columns = (*row, slice(block * BLOCK, (block + 1) * BLOCK))
+        values[columns], scales[(*row, block)] = _quantize_block(x[columns], kind)
+    return values, scales
+
+
+def _quantize_block(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.generic]:
+    x = x.astype(np.float32)
+    largest = np.abs(x).max()  # NaN where there is one
+    if not np.isfinite(largest):
+        return np.full(x.shape, np.nan), np.float32(np.nan)
+    largest = np.maximum(largest, np.float32(2**-107))
+    if kind == "fp8":
+        scale = largest * np.float32(1 / 448)
+        inverse = np.float32(448) / largest
+    else:
+        exponent = -126
+        while float(largest) > 448 * 2.0**exponent:
+            exponent += 1
+        scale, inverse = np.float32(2.0**exponent), np.float32(2.0**-exponent)
+    return (x * inverse).astype(ml_dtypes.float8_e4m3fn), scale
 
 
 def dispatch_weights(plan: Plan, topk_weights: np.ndarray) -> np.ndarray:

@@ -46,15 +46,10 @@ struct Call {
 
 // Binds what a Call is made of, before the operation's own operands.
 inline auto BindCall() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::State<Instance>>()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::ThreadPool>()
-      .Attr<int64_t>("group")
-      .Attr<int32_t>("layout")
-      .Attr<int64_t>("capacity")
-      .Attr<int64_t>("expert_alignment")
-      .Arg<I32>();  // position
+  return BindCommon(ffi::Ffi::Bind()
+                        .Ctx<ffi::State<Instance>>()
+                        .Ctx<ffi::RunId>()
+                        .Ctx<ffi::ThreadPool>());
 }
 
 inline ffi::Future Failed(std::string message) {

@@ -37,13 +37,4 @@ ffi::Future Prepare(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
 }  // namespace jax_ep::ffi_cpu
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCpuPrepare, &jax_ep::ffi_cpu::Prepare,
-                              jax_ep::ffi_cpu::BindCall()
-                                  .Arg<jax_ep::I32>()    // topk_idx
-                                  .Ret<jax_ep::I32>()    // slots
-                                  .Ret<jax_ep::I32>()    // row_source
-                                  .Ret<jax_ep::I32>()    // row_topk_idx
-                                  .Ret<jax_ep::I32>()    // recv_slots
-                                  .Ret<jax_ep::I32>()    // group_sizes
-                                  .Ret<jax_ep::I32>()    // expert_counts
-                                  .Ret<jax_ep::I32>()    // num_rows
-                                  .Ret<jax_ep::I32>());  // num_dropped
+                              jax_ep::BindPrepare(jax_ep::ffi_cpu::BindCall()));

@@ -21,13 +21,7 @@ namespace ffi = ::xla::ffi;
 
 // Binds what every operation has, before its own operands.
 inline auto BindCall() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Attr<int64_t>("group")
-      .Attr<int32_t>("layout")
-      .Attr<int64_t>("capacity")
-      .Attr<int64_t>("expert_alignment")
-      .Arg<I32>();  // position
+  return BindCommon(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>());
 }
 
 inline ffi::Error ToError(const char* op, const Status& status) {
@@ -65,25 +59,33 @@ inline Status FindCommon(int64_t group_id, int32_t layout, int64_t capacity,
   return Status();
 }
 
-// Appends a leaf to the payload of one launch.
-inline void AddLeaf(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens, const ffi::AnyBuffer& rows) {
+// Gives `bytes` of a staged row a place of their own; returns where.
+inline int64_t Stage(cuda::MoveArgs* args, int64_t bytes) {
+  const int64_t offset = args->staging_row_bytes;
+  args->staging_row_bytes += (bytes + 15) / 16 * 16;
+  return offset;
+}
+
+// Appends a leaf, of `tokens` [T, ...] and `rows`, to the payload of one launch.
+inline cuda::Leaf& AddLeaf(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens,
+                           const ffi::AnyBuffer& rows) {
   cuda::Leaf& leaf = args->leaves[args->num_leaves++];
-  leaf.tokens = static_cast<std::byte*>(tokens.untyped_data());
-  leaf.rows = static_cast<std::byte*>(rows.untyped_data());
-  leaf.row_bytes = RowElements(tokens) * static_cast<int64_t>(ffi::ByteWidth(tokens.element_type()));
-  leaf.staging_offset = args->staging_row_bytes;
-  args->staging_row_bytes += (leaf.row_bytes + 15) / 16 * 16;
+  leaf = {};
+  leaf.tokens = Data(tokens);
+  leaf.rows = Data(rows);
+  leaf.row_bytes = RowElements(tokens) * ElementBytes(rows);
+  leaf.staging_offset = Stage(args, leaf.row_bytes);
+  return leaf;
 }
 
 // The same for the values of its pairs, which follow the leaves.
 inline void SetValues(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens,
                       const ffi::AnyBuffer& rows) {
-  args->values.tokens = static_cast<std::byte*>(tokens.untyped_data());
-  args->values.rows = static_cast<std::byte*>(rows.untyped_data());
-  args->values.bytes = static_cast<int32_t>(ffi::ByteWidth(tokens.element_type()));
-  args->values.staging_offset = args->staging_row_bytes;
-  const int64_t bytes = int64_t{args->values.bytes} * args->common.shape.num_topk;
-  args->staging_row_bytes += (bytes + 15) / 16 * 16;
+  args->values.tokens = Data(tokens);
+  args->values.rows = Data(rows);
+  args->values.bytes = static_cast<int32_t>(ElementBytes(tokens));
+  args->values.staging_offset =
+      Stage(args, int64_t{args->values.bytes} * args->common.shape.num_topk);
 }
 
 // Empties the payload, for the next launch of the same operation.

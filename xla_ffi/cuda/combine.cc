@@ -4,12 +4,14 @@
 namespace jax_ep::ffi_cuda {
 
 // Operands: the routing, the rows of each leaf and, unless `values` is kNone, one value a pair.
-// Results: the leaves [T, ...] and, with kReturned, the pairs' values [T, K].
+// Results: the leaves [T, ...] and, with kMoved, the pairs' values [T, K].
 ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t capacity,
                    int64_t expert_alignment, I32 position, I32 topk_idx, I32 slots, I32 row_source,
                    I32 row_topk_idx, I32 recv_slots, int32_t values_role,
                    ffi::RemainingArgs operands, ffi::RemainingRets results) {
   const auto role = static_cast<Values>(values_role);
+  const auto payload = DecodePayload(operands, results, role);
+  if (!payload) return ToError("combine", Status::Error("operands and results do not match"));
   std::shared_ptr<const cuda::Group> held;
   cuda::MoveArgs args;
   if (Status status = FindCommon(group, layout, capacity, expert_alignment, position,
@@ -23,25 +25,15 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
   args.row_topk_idx = row_topk_idx.typed_data();
   args.recv_slots = recv_slots.typed_data();
   if (role == Values::kWeights) {
-    const auto weights = operands.get<ffi::AnyBuffer>(operands.size() - 1);
-    const auto dtype = ToDType(weights->element_type());
+    const auto dtype = ToDType(payload->values->element_type());
     if (dtype != DType::kF32 && dtype != DType::kF64) {
       return ToError("combine", Status::Error("row weights are neither float32 nor float64"));
     }
-    args.row_weights = static_cast<const std::byte*>(weights->untyped_data());
+    args.row_weights = Data(*payload->values);
     args.weight_dtype = *dtype;
   }
-  for (size_t i = 0; i < results.size(); ++i) {
-    const auto from = operands.get<ffi::AnyBuffer>(i);
-    auto to = results.get<ffi::AnyBuffer>(i);
-    if (!from || !to) {
-      return ToError("combine", Status::Error("as many results as leaves are needed"));
-    }
-    if (role == Values::kReturned && i + 1 == results.size()) {
-      SetValues(&args, **to, *from);
-      continue;
-    }
-    const auto dtype = ToDType(from->element_type());
+  for (const Payload::Leaf& leaf : payload->leaves) {
+    const auto dtype = ToDType(leaf.from.element_type());
     if (!dtype) return ToError("combine", Status::Error("rows of a dtype that it does not sum"));
     // One launch sums leaves of one dtype.
     if (args.num_leaves == cuda::kMaxLeaves || (args.num_leaves > 0 && args.dtype != *dtype)) {
@@ -51,21 +43,14 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
       ClearPayload(&args);
     }
     args.dtype = *dtype;
-    AddLeaf(&args, **to, *from);
+    AddLeaf(&args, leaf.to, leaf.from);
   }
+  if (role == Values::kMoved) SetValues(&args, *payload->moved_values, *payload->values);
   return ToError("combine", cuda::Combine(stream, args));
 }
 
 }  // namespace jax_ep::ffi_cuda
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaCombine, &jax_ep::ffi_cuda::Combine,
-                              jax_ep::ffi_cuda::BindCall()
-                                  .Arg<jax_ep::I32>()  // topk_idx
-                                  .Arg<jax_ep::I32>()  // slots
-                                  .Arg<jax_ep::I32>()  // row_source
-                                  .Arg<jax_ep::I32>()  // row_topk_idx
-                                  .Arg<jax_ep::I32>()  // recv_slots
-                                  .Attr<int32_t>("values")
-                                  .RemainingArgs()
-                                  .RemainingRets(),
+                              jax_ep::BindCombine(jax_ep::ffi_cuda::BindCall()),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -4,11 +4,16 @@
 namespace jax_ep::ffi_cuda {
 
 // Operands: the routing, the leaves [T, ...] and, with `has_weights`, the top-k weights [T, K].
-// Results: the rows of each leaf, and the row weights.
+// Results: the rows of each leaf, after those of a leaf that is cast their scales, and the row
+// weights.
 ffi::Error Dispatch(cudaStream_t stream, int64_t group, int32_t layout, int64_t capacity,
                     int64_t expert_alignment, I32 position, I32 topk_idx, I32 slots,
                     I32 row_source, I32 row_topk_idx, I32 recv_slots, bool has_weights,
-                    ffi::RemainingArgs leaves, ffi::RemainingRets rows) {
+                    int32_t quantize, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  const auto payload =
+      DecodePayload(operands, results, has_weights ? Values::kMoved : Values::kNone,
+                    static_cast<Quantize>(quantize));
+  if (!payload) return ToError("dispatch", Status::Error("operands and results do not match"));
   std::shared_ptr<const cuda::Group> held;
   cuda::MoveArgs args;
   if (Status status = FindCommon(group, layout, capacity, expert_alignment, position,
@@ -21,37 +26,31 @@ ffi::Error Dispatch(cudaStream_t stream, int64_t group, int32_t layout, int64_t 
   args.row_source = row_source.typed_data();
   args.row_topk_idx = row_topk_idx.typed_data();
   args.recv_slots = recv_slots.typed_data();
-  for (size_t i = 0; i < leaves.size(); ++i) {
-    const auto from = leaves.get<ffi::AnyBuffer>(i);
-    auto to = rows.get<ffi::AnyBuffer>(i);
-    if (!from || !to) {
-      return ToError("dispatch", Status::Error("as many results as leaves are needed"));
+  for (size_t i = 0; i < payload->leaves.size(); ++i) {
+    const auto& [from, to, cast, scales] = payload->leaves[i];
+    cuda::Leaf& leaf = AddLeaf(&args, from, to);
+    if (scales) {
+      leaf.quantize = cast.quantize;
+      leaf.dtype = cast.dtype;
+      leaf.columns = cast.columns;
+      leaf.scales = Data(*scales);
+      leaf.scale_bytes = cast.scale_bytes;
+      leaf.scales_offset = Stage(&args, cast.scale_bytes);
     }
-    const bool last = i + 1 == leaves.size();
-    if (has_weights && last) {
-      SetValues(&args, *from, **to);
-    } else {
-      AddLeaf(&args, *from, **to);
-    }
-    if (!last && args.num_leaves < cuda::kMaxLeaves) continue;
+    // The last launch is below, with the values.
+    if (args.num_leaves < cuda::kMaxLeaves || i + 1 == payload->leaves.size()) continue;
     if (Status status = cuda::Dispatch(stream, args); !status.ok()) {
       return ToError("dispatch", status);
     }
     ClearPayload(&args);
   }
-  return ffi::Error::Success();
+  if (payload->values) SetValues(&args, *payload->values, *payload->moved_values);
+  if (args.num_leaves == 0 && !payload->values) return ffi::Error::Success();
+  return ToError("dispatch", cuda::Dispatch(stream, args));
 }
 
 }  // namespace jax_ep::ffi_cuda
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaDispatch, &jax_ep::ffi_cuda::Dispatch,
-                              jax_ep::ffi_cuda::BindCall()
-                                  .Arg<jax_ep::I32>()  // topk_idx
-                                  .Arg<jax_ep::I32>()  // slots
-                                  .Arg<jax_ep::I32>()  // row_source
-                                  .Arg<jax_ep::I32>()  // row_topk_idx
-                                  .Arg<jax_ep::I32>()  // recv_slots
-                                  .Attr<bool>("has_weights")
-                                  .RemainingArgs()
-                                  .RemainingRets(),
+                              jax_ep::BindDispatch(jax_ep::ffi_cuda::BindCall()),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -31,14 +31,5 @@ ffi::Error Prepare(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
 }  // namespace jax_ep::ffi_cuda
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaPrepare, &jax_ep::ffi_cuda::Prepare,
-                              jax_ep::ffi_cuda::BindCall()
-                                  .Arg<jax_ep::I32>()   // topk_idx
-                                  .Ret<jax_ep::I32>()   // slots
-                                  .Ret<jax_ep::I32>()   // row_source
-                                  .Ret<jax_ep::I32>()   // row_topk_idx
-                                  .Ret<jax_ep::I32>()   // recv_slots
-                                  .Ret<jax_ep::I32>()   // group_sizes
-                                  .Ret<jax_ep::I32>()   // expert_counts
-                                  .Ret<jax_ep::I32>()   // num_rows
-                                  .Ret<jax_ep::I32>(),  // num_dropped
+                              jax_ep::BindPrepare(jax_ep::ffi_cuda::BindCall()),
                               {xla::ffi::Traits::kCmdBufferCompatible});
