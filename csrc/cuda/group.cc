@@ -44,7 +44,8 @@ Status Group::Open(GroupSettings settings, int device, std::shared_ptr<Group>* g
     return AcquireErrorRecord(opened->settings_.id, &opened->error_);
   });
   if (status.ok()) {
-    status = comm::SymmetricMemory::Allocate(device, opened->settings_.layout.total_bytes(),
+    status = comm::SymmetricMemory::Allocate(opened->settings_.memory, device,
+                                             opened->settings_.layout.total_bytes(),
                                              &opened->memory_);
   }
   if (status.ok()) *group = std::move(opened);
