@@ -3,7 +3,7 @@
 # several ranks on it and small arrays: two to three minutes. Usage: sanitize.sh [BINARY]
 #
 #   BINARY                 //csrc/cuda:kernels_test, built elsewhere (default: Bazel builds it)
-#   COMPUTE_SANITIZER=...  the tool (default: on the PATH, or beside nvcc)
+#   COMPUTE_SANITIZER=...  the tool (default: on the PATH, or in CUDA_HOME, or /usr/local/cuda)
 #   TIMEOUT_S=...          how long a kernel waits for another rank, which is slower than usual here
 #                          (default: 60)
 set -euo pipefail
@@ -15,10 +15,9 @@ source bazel/lib.sh
 limit_s=300
 
 find_sanitizer() {
-  local nvcc
-  nvcc=$(readlink -f "$(command -v nvcc)") || nvcc=nvcc
   command -v "${COMPUTE_SANITIZER:-compute-sanitizer}" && return
-  [[ -z ${COMPUTE_SANITIZER:-} ]] && command -v "${CUDA_HOME:-${nvcc%/bin/nvcc}}/bin/compute-sanitizer"
+  [[ -z ${COMPUTE_SANITIZER:-} ]] &&
+    command -v "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"
 }
 
 sanitizer=$(find_sanitizer) ||

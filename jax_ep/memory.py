@@ -1,8 +1,8 @@
 """Which memory the ranks of a Group with backend "cuda" share: one kind, the same on all ranks.
 
 "ipc" is from cudaMalloc: GPUs of one process reach it by peer access, processes of one host by CUDA
-IPC. "fabric" can be exported by fabric handles, which every process of an NVLink domain can open, also
-where the domain spans hosts (GB200 NVL72), as far as there is an IMEX channel.
+IPC. "fabric" can be exported by fabric handles, which every process of an NVLink domain can open,
+also where the domain spans hosts (GB200 NVL72), as far as there is an IMEX channel.
 """
 
 import dataclasses

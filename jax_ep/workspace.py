@@ -61,7 +61,8 @@ class Workspace:
 
     Making it is collective over the processes of the mesh: they choose the kind of memory that all
     ranks can reach, exchange handles, open each other's memory, and go on when all have. Closing it
-    is collective as far as the others are there: memory is freed when nobody has it open any more, or after a short time.
+    is collective as far as the others are there: memory is freed when nobody has it open any more,
+    or after a short time.
 
     Args:
       id: the Group's.

@@ -32,10 +32,8 @@ Status GetGranularity(const Driver& driver, const CUmemAllocationProp& propertie
                      "asking for the granularity of memory for fabric handles");
 }
 
-Status Export(const Driver& driver, Allocation allocation, CUmemFabricHandle* handle) {
-  return CheckDriver(
-      driver.export_to_shareable_handle(handle, allocation, CU_MEM_HANDLE_TYPE_FABRIC, 0),
-      "exporting memory by a fabric handle");
+CUresult ExportHandle(const Driver& driver, Allocation allocation, CUmemFabricHandle* handle) {
+  return driver.export_to_shareable_handle(handle, allocation, CU_MEM_HANDLE_TYPE_FABRIC, 0);
 }
 
 Status SetAccess(const Driver& driver, int device, CUdeviceptr address, size_t bytes) {
@@ -88,7 +86,8 @@ Status TryOnCurrentDevice(int device) {
                        "/dev/nvidia-caps-imex-channels/channel0?)");
   if (!status.ok()) return status;
   CUmemFabricHandle handle;
-  status = Export(*driver, allocation, &handle);
+  status = CheckDriver(ExportHandle(*driver, allocation, &handle),
+                       "exporting memory by a fabric handle");
   driver->release(allocation);
   return status;
 }
@@ -104,8 +103,7 @@ class FabricWay : public Way {
     Allocation allocation;
     CUresult error = driver->retain_allocation_handle(&allocation, memory);
     if (error == CUDA_SUCCESS) {
-      error = driver->export_to_shareable_handle(&handle->fabric, allocation,
-                                                 CU_MEM_HANDLE_TYPE_FABRIC, 0);
+      error = ExportHandle(*driver, allocation, &handle->fabric);
       driver->release(allocation);
     }
     handle->fabric_error = error;

@@ -50,7 +50,7 @@ class Compiled:
 
 
 def read_report(text: str) -> list[Compiled]:
-    """All kernels of a report. Functions that are not inlined have entries too: those do not count."""
+    """All kernels of a report; it has the functions that are not inlined, too."""
     pattern = re.compile(
         r"Compiling entry function '(?P<symbol>\w+)' for '(?P<architecture>\w+)'\n"
         r"ptxas info +: Function properties for (?P=symbol)\n"
@@ -120,12 +120,13 @@ def test_ptx_for_newer_gpus(source):
     assert ptx_architectures((FOLDER / f"{source}.pic.o").read_bytes()) == {PTX_ARCHITECTURE}
 
 
-def sample(symbol="_ZN6jax_ep4cuda12_GLOBAL__N_114DispatchKernelINS0_11VectorMoverEEEvNS0_8MoveArgsE",
-           architecture="sm_90a", stack=40, stores=0, loads=0):
+def sample(architecture="sm_90a", stack=40, stores=0, loads=0):
+    symbol = "_ZN6jax_ep4cuda12_GLOBAL__N_114DispatchKernelINS0_11VectorMoverEEEvNS0_8MoveArgsE"
     return (f"ptxas info    : 0 bytes gmem\n"
             f"ptxas info    : Compiling entry function '{symbol}' for '{architecture}'\n"
             f"ptxas info    : Function properties for {symbol}\n"
-            f"    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads\n"
+            f"    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill "
+            f"loads\n"
             f"ptxas info    : Function properties for _ZN6jax_ep4cuda9Operation4FailENS0_5PhaseE\n"
             f"    96 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads\n")
 

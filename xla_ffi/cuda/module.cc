@@ -151,7 +151,7 @@ NB_MODULE(_cuda, module) {
              nb::arg("axis"), nb::arg("rank"), nb::arg("num_ranks"), nb::arg("num_experts"),
              nb::arg("num_topk"), nb::arg("max_tokens_per_rank"), nb::arg("max_row_bytes"),
              nb::arg("timeout_s"), nb::arg("memory"),
-             "Allocates, from memory \"ipc\" or \"fabric\", on a device; returns the handle for all ranks.");
+             "Allocates \"ipc\" or \"fabric\" memory; returns the handle for all ranks.");
   module.def("connect_group", &ffi_cuda::Connect, nb::kw_only(), nb::arg("id"), nb::arg("device"),
              nb::arg("handles"), nb::arg("num_sms"),
              "Opens the memory of all ranks, in rank order; returns the ways that were taken.");
