@@ -38,5 +38,4 @@ lock:  ## write requirements/*.txt anew
 	@bazel/lock.sh 0.10.2 0.12.0.1
 
 clean:  ## remove all that the other commands wrote
-	@! command -v bazel >/dev/null || bazel clean --expunge
-	rm -rf .venv .venv-oldest .venv-newest .bazelrc.local build dist jax_ep/_native/*.so
+	@bazel/clean.sh
