@@ -2,9 +2,10 @@
 #
 #   PYTHON=...  the interpreter for .venv, or for the wheel (default: the first Python >= 3.11 found)
 #               or, for test-gpu, a Python that has jax_ep and jax with CUDA (default: .venv's)
+#   BINARY=...  for sanitize, a csrc/cuda/kernels_test that has been built elsewhere
 #   BAZEL=...   the Bazel (default: bazel or bazelisk on the PATH, else Debian's, installed)
 
-.PHONY: help setup test test-fast test-gpu demo bench wheel lock clean
+.PHONY: help setup test test-fast test-gpu sanitize demo bench wheel lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/make \1 -/p' Makefile
@@ -21,6 +22,9 @@ test-fast: setup  ## the Python tests that are not slow
 test-gpu: $(if $(PYTHON),,setup)  ## the tests on the GPUs here, their ranks arranged in every way
 	@$(or $(PYTHON),.venv/bin/python) -m jax_ep.testing.gpus
 
+sanitize:  ## the kernels under compute-sanitizer, on a GPU here
+	@bazel/sanitize.sh $(BINARY)
+
 demo: setup  ## train a small MoE language model, expert-parallel over 8 CPU devices
 	@.venv/bin/python examples/train_moe.py
 
@@ -34,5 +38,4 @@ lock:  ## write requirements/*.txt anew
 	@bazel/lock.sh 0.10.2 0.12.0.1
 
 clean:  ## remove all that the other commands wrote
-	@! command -v bazel >/dev/null || bazel clean --expunge
-	rm -rf .venv .venv-oldest .venv-newest .bazelrc.local build dist jax_ep/_native/*.so
+	@bazel/clean.sh

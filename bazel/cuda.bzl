@@ -1,4 +1,7 @@
-"""`cuda_objects`: compiles CUDA sources with nvcc to objects that a cc_library takes as srcs."""
+"""`cuda_objects`: compiles CUDA sources with nvcc to objects that a cc_library takes as srcs.
+
+`cuda_tests`: one test per CUDA test file of a package.
+"""
 
 load("@local_cuda//:defs.bzl", "CUDA_VERSION", "NVCC", "if_cuda")
 
@@ -79,3 +82,26 @@ def cuda_objects(name, srcs, deps = [], copts = [], **kwargs):
     """
     if if_cuda([True]):
         _cuda_objects(name = name, srcs = srcs, deps = deps, copts = copts, **kwargs)
+
+def cuda_tests(srcs, deps):
+    """Defines a cc_test for each file where there is CUDA; it is built and run by name only.
+
+    Args:
+      srcs: .cu files with a `main`, each a test by itself that needs a GPU.
+      deps: what they test.
+    """
+    for source in if_cuda(srcs):
+        name = source[:-len(".cu")]
+        cuda_objects(
+            name = name + "_objects",
+            testonly = True,
+            srcs = [source],
+            deps = deps,
+        )
+        native.cc_test(
+            name = name,
+            srcs = [name + "_objects"],
+            linkstatic = True,
+            tags = ["manual"],
+            deps = deps,
+        )

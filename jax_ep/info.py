@@ -4,11 +4,12 @@ import importlib
 import importlib.metadata
 import platform
 import shutil
+import types
 
 import jax
 
 import jax_ep
-from jax_ep import backends
+from jax_ep import backends, memory
 
 
 def report() -> str:
@@ -47,7 +48,8 @@ def _cuda_lines() -> list[str]:
     """What the CUDA runtime says: versions, GPUs, and how their ranks would reach each other."""
     if not backends.has_cuda():
         return []
-    machine = importlib.import_module("jax_ep._native._cuda").machine_info()
+    native = importlib.import_module("jax_ep._native._cuda")
+    machine = native.machine_info()
     driver = machine["driver_version"]
     lines = [
         "",
@@ -71,11 +73,30 @@ def _cuda_lines() -> list[str]:
     ]
     missing = f"but not from {', '.join(unreachable)}" if unreachable else "between all of them"
     lines.append(f"            peer access {missing}")
-    lines.append(
-        "transport   peer access between GPUs of one process, CUDA IPC between processes of one "
-        "host; fabric handles between hosts: not in this version"
+    return lines + _memory_lines(native, len(gpus))
+
+
+def _memory_lines(native: types.ModuleType, num_gpus: int) -> list[str]:
+    """How ranks on these GPUs can share memory, and how a Group over them would."""
+    try:
+        ranks = [memory.reach(native, gpu, subgroup=0, rank=gpu) for gpu in range(num_gpus)]
+        kind, reason = memory.choose(ranks)
+    except RuntimeError as error:
+        return [f"memory      none for a Group over the GPUs here: {error}"]
+    fabric, domain = (
+        "; ".join(dict.fromkeys(texts))
+        for texts in (
+            (f"no: {r.fabric_obstacle}" if r.fabric_obstacle else "yes" for r in ranks),
+            (r.nvlink_domain or f"none: {r.domain_obstacle}" for r in ranks),
+        )
     )
-    return lines
+    return [
+        f"memory      {kind!r} for a Group over the GPUs here: {reason}",
+        "            'ipc' is peer access in a process and CUDA IPC in a host, 'fabric' is fabric "
+        f"handles in an NVLink domain; {memory.VARIABLE} forces one",
+        f"            fabric handles: {fabric}",
+        f"            NVLink domain across hosts: {domain}",
+    ]
 
 
 def _cuda_version(number: int) -> str:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import backends, bootstrap
+from jax_ep import backends, bootstrap, memory
 
 _DEFAULT_NUM_SMS = 32  # the link's rate is reached with 24 to 32 (docs/performance.md)
 _CLOSE_TIMEOUT_S = 5.0
@@ -59,9 +59,10 @@ def max_num_sms(devices: Sequence[tuple[str, int]]) -> int:
 class Workspace:
     """Symmetric memory on this process's devices of a mesh, connected to that of all others.
 
-    Making it is collective over the processes of the mesh: they exchange handles, open each
-    other's memory, and go on when all have. Closing it is collective as far as the others are
-    there: memory is freed when nobody has it open any more, or after a short time.
+    Making it is collective over the processes of the mesh: they choose the kind of memory that all
+    ranks can reach, exchange handles, open each other's memory, and go on when all have. Closing it
+    is collective as far as the others are there: memory is freed when nobody has it open any more,
+    or after a short time.
 
     Args:
       id: the Group's.
@@ -73,8 +74,8 @@ class Workspace:
       timeout_s: how long to wait for other processes, and kernels for other ranks.
 
     Raises:
-      RuntimeError: there is not enough memory, a device cannot reach another one, or a process did
-        not come. All processes raise, and hold nothing.
+      RuntimeError: there is not enough memory, ranks cannot reach each other, or a process did not
+        come. All processes raise, and hold nothing.
       ValueError: num_sms is more than the ranks that share a device have together.
     """
 
@@ -89,6 +90,8 @@ class Workspace:
         self._timeout_s = timeout_s
         self._closed = False
         try:
+            reaches = self._together("search for a way", self._reaches)
+            self.memory, _ = memory.choose([memory.Reach(**reach) for reach in reaches])
             ranks = self._together("memory", lambda: self._open(axis, sizes))
             devices = [(rank["device"], rank["num_sms"]) for rank in ranks]
             self.num_sms = self._check_num_sms(num_sms, devices)
@@ -122,6 +125,11 @@ class Workspace:
     def _local(self) -> list[Place]:
         return [place for place in self._places if place.device.process_index == self._me]
 
+    def _reaches(self) -> list[dict]:
+        return [dataclasses.asdict(memory.reach(self._native, place.device.local_hardware_id,
+                                                place.subgroup, place.rank))
+                for place in self._local]
+
     def _open(self, axis: str, sizes: dict[str, int]) -> list[dict]:
         devices = self._native.machine_info()["devices"]
         opened = []
@@ -129,7 +137,7 @@ class Workspace:
             ordinal = place.device.local_hardware_id
             handle = self._native.open_group(
                 id=self._id, device=ordinal, axis=axis, rank=place.rank,
-                timeout_s=self._timeout_s, **sizes)
+                timeout_s=self._timeout_s, memory=self.memory, **sizes)
             opened.append({"subgroup": place.subgroup, "rank": place.rank,
                            "handle": base64.b64encode(handle).decode(),
                            "device": devices[ordinal]["uuid"],

@@ -26,6 +26,10 @@ def test_imports_without_a_gpu():
 from jax_ep._native import _cuda
 machine = _cuda.machine_info()
 assert machine["devices"] == [] and machine["obstacle"], machine
+try:
+    assert not _cuda.reach(0)
+except RuntimeError as error:
+    assert "CUDA device 0" in str(error), error
 assert machine["runtime_version"] >= 12000, machine
 libraries = {line.split("/")[-1] for line in open("/proc/self/maps")}
 assert not any("libcudart" in library for library in libraries), libraries
@@ -60,4 +64,10 @@ def test_groups_that_are_not_open(module):
 def test_too_many_ranks(module):
     with pytest.raises(RuntimeError, match="at most 72 ranks, got 73"):
         module.open_group(id=1, device=0, axis="expert", rank=0, timeout_s=1.0,
-                          **SIZES | {"num_ranks": 73})
+                          memory="ipc", **SIZES | {"num_ranks": 73})
+
+
+def test_unknown_memory(module):
+    with pytest.raises(ValueError, match='no memory "rdma"'):
+        module.open_group(id=1, device=0, axis="expert", rank=0, timeout_s=1.0, memory="rdma",
+                          **SIZES)

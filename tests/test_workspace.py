@@ -1,6 +1,7 @@
 """The workspace of a Group with backend "cuda", over a stand-in for the native module."""
 
 import collections
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import backends, workspace
+from jax_ep import backends, memory, workspace
 from jax_ep.testing import run
 
 SIZES = dict(num_ranks=4, num_experts=8, num_topk=2, max_tokens_per_rank=8, max_row_bytes=64)
@@ -17,8 +18,10 @@ SIZES = dict(num_ranks=4, num_experts=8, num_topk=2, max_tokens_per_rank=8, max_
 class Native:
     """Keeps what is open, and fails where it is told to."""
 
-    def __init__(self, fail_at=None):
+    def __init__(self, fail_at=None, fabric_obstacle=None):
         self.fail_at = fail_at
+        self.fabric_obstacle = fabric_obstacle
+        self.kinds = set()
         self.open = {}
         self.calls = collections.Counter()
 
@@ -30,12 +33,18 @@ class Native:
     def machine_info(self):
         return {"devices": [{"uuid": f"gpu{i}", "num_sms": 132} for i in range(8)]}
 
+    def reach(self, device):
+        self._call("reach", device)
+        return {"host": "a", "device": f"{device} (GPU)", "nvlink_domain": None,
+                "domain_obstacle": "no fabric", "fabric_obstacle": self.fabric_obstacle}
+
     def workspace_bytes(self, **sizes):
         assert sizes == SIZES
         return 1 << 21
 
-    def open_group(self, *, id, device, rank, **settings):
+    def open_group(self, *, id, device, rank, memory, **settings):
         self._call("open", device)
+        self.kinds.add(memory)
         self.open[id, device] = rank
         return f"{device}".encode()
 
@@ -110,12 +119,28 @@ def test_opens_and_closes(monkeypatch):
     assert not native.open and native.calls["disconnect"] == 1
 
 
-@pytest.mark.parametrize("fail_at", [("open", 3), ("connect", 5)])
+@pytest.mark.parametrize("fail_at", [("reach", 2), ("open", 3), ("connect", 5)])
 def test_nothing_stays_open_after_a_failure(fail_at, monkeypatch):
     native = Native(fail_at)
     with pytest.raises(RuntimeError, match=f"process 0: {fail_at[0]} failed on {fail_at[1]}"):
         make(monkeypatch, native)
     assert not native.open
+
+
+@pytest.mark.parametrize("asked", ["", "ipc", "fabric"])
+def test_memory(asked, monkeypatch):
+    monkeypatch.setenv(memory.VARIABLE, asked)
+    native = Native()
+    with contextlib.closing(make(monkeypatch, native)) as opened:
+        assert native.kinds == {opened.memory} == {asked or "ipc"}
+
+
+def test_no_way_to_share_memory(monkeypatch):
+    monkeypatch.setenv(memory.VARIABLE, "fabric")
+    native = Native(fabric_obstacle="not permitted")
+    with pytest.raises(RuntimeError, match="ranks 0, 1, 2, 3: .* not permitted"):
+        make(monkeypatch, native)
+    assert not native.calls["open"] and native.calls["disconnect"] == 1
 
 
 def test_too_many_sms(monkeypatch):

@@ -10,13 +10,15 @@ class CudaIpcWay : public Way {
  public:
   const char* name() const override { return "CUDA IPC"; }
 
-  void Export(void* memory, MemoryHandle* handle) const override {
+  void Export(std::byte* memory, MemoryHandle* handle) const override {
+    if (handle->kind != MemoryKind::kIpc) return;
     handle->ipc_error = cudaIpcGetMemHandle(&handle->ipc, memory);
     if (handle->ipc_error != cudaSuccess) cudaGetLastError();
   }
 
   bool Serves(const MemoryHandle& mine, const MemoryHandle& peer) const override {
-    return mine.process != peer.process && mine.host == peer.host;
+    return mine.process != peer.process && mine.host == peer.host &&
+           peer.kind == MemoryKind::kIpc;
   }
 
   // The peer's device need not be visible to this process, so its ordinal says nothing here.
@@ -36,7 +38,7 @@ class CudaIpcWay : public Way {
     return status;
   }
 
-  void Close(std::byte* memory) const override {
+  void Close(std::byte* memory, int64_t) const override {
     if (cudaIpcCloseMemHandle(memory) != cudaSuccess) cudaGetLastError();
   }
 };

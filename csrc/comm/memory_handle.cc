@@ -13,18 +13,12 @@ namespace {
 
 static_assert(std::is_trivially_copyable_v<MemoryHandle>);
 
-constexpr std::array<char, 8> kMagic = {'j', 'a', 'x', '_', 'e', 'p', '0', '1'};
+constexpr std::array<char, 8> kMagic = {'j', 'a', 'x', '_', 'e', 'p', '0', '2'};
 
 template <size_t N>
 void Store(const std::string& text, std::array<char, N>* field) {
   field->fill(0);
   std::copy_n(text.begin(), std::min(text.size(), N - 1), field->begin());
-}
-
-std::string BootId() {
-  std::string id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
-  return id;
 }
 
 std::array<uint64_t, 2> NewProcessTag() {
@@ -35,20 +29,32 @@ std::array<uint64_t, 2> NewProcessTag() {
 
 }  // namespace
 
-Status DescribeMemory(int device, void* memory, int64_t bytes, MemoryHandle* handle) {
+Status GetHost(std::string* host) {
+  host->clear();
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> *host;
+  if (!host->empty()) return Status();
+  return Status::Error("this system has no /proc/sys/kernel/random/boot_id");
+}
+
+Status DescribeMemory(MemoryKind kind, int device, std::byte* memory, int64_t bytes,
+                      int64_t allocated_bytes, MemoryHandle* handle) {
   static const std::array<uint64_t, 2> process = NewProcessTag();
-  const std::string host = BootId();
-  if (host.empty()) return Status::Error("this system has no /proc/sys/kernel/random/boot_id");
+  std::string host;
+  Status status = GetHost(&host);
+  if (!status.ok()) return status;
   *handle = {};
   handle->magic = kMagic;
   handle->process = process;
   Store(host, &handle->host);
   Store(DeviceName(device), &handle->device);
   handle->device_ordinal = device;
+  handle->kind = kind;
   handle->ipc_error = cudaErrorNotSupported;
+  handle->fabric_error = CUDA_ERROR_NOT_SUPPORTED;
   handle->address = reinterpret_cast<uint64_t>(memory);
   handle->bytes = bytes;
-  return Status();
+  handle->allocated_bytes = allocated_bytes;
+  return status;
 }
 
 std::string Encode(const MemoryHandle& handle) {

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "csrc/comm/fabric.h"
 #include "csrc/comm/on_device.h"
 #include "csrc/comm/way.h"
 
@@ -14,7 +15,7 @@ class PeerAccessWay : public Way {
  public:
   const char* name() const override { return "peer access"; }
 
-  void Export(void*, MemoryHandle*) const override {}
+  void Export(std::byte*, MemoryHandle*) const override {}
 
   bool Serves(const MemoryHandle& mine, const MemoryHandle& peer) const override {
     return mine.process == peer.process;
@@ -30,6 +31,9 @@ class PeerAccessWay : public Way {
         "looking for peer access from " + Between(mine, peer));
     if (!status.ok()) return status;
     if (!possible) return Status::Error("there is no peer access from " + Between(mine, peer));
+    if (peer.kind == MemoryKind::kFabric) {
+      return GrantAccess(mine.device_ordinal, *memory, peer.allocated_bytes);
+    }
     const cudaError_t error = cudaDeviceEnablePeerAccess(peer.device_ordinal, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
       cudaGetLastError();
@@ -39,7 +43,7 @@ class PeerAccessWay : public Way {
   }
 
   // Peer access stays: others in this process, XLA among them, may be using it.
-  void Close(std::byte*) const override {}
+  void Close(std::byte*, int64_t) const override {}
 };
 
 }  // namespace

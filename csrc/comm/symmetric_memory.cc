@@ -1,68 +1,40 @@
 #include "csrc/comm/symmetric_memory.h"
 
-#include <cuda_runtime.h>
-
 #include <set>
 
+#include "csrc/comm/device_memory.h"
 #include "csrc/comm/on_device.h"
 
 namespace jax_ep::comm {
 namespace {
 
-std::vector<const Way*> Ways() { return {&PeerAccess(), &CudaIpc()}; }
-
-std::string Mebibytes(size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
-
-Status AllocateZeros(int device, int64_t bytes, void** memory) {
-  const cudaError_t error = cudaMalloc(memory, bytes);
-  if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();
-    size_t free = 0;
-    size_t total = 0;
-    Status status = CheckCuda(cudaMemGetInfo(&free, &total), "asking for the free memory");
-    if (!status.ok()) return status;
-    return Status::Error("no room for a workspace of " + Mebibytes(bytes) + " (" +
-                         std::to_string(bytes) + " bytes) on device " + DeviceName(device) +
-                         ": " + Mebibytes(free) + " of its " + Mebibytes(total) +
-                         " are free (XLA_PYTHON_CLIENT_MEM_FRACTION sets what JAX takes for "
-                         "itself)");
-  }
-  Status status = CheckCuda(error, "allocating a workspace on device " + DeviceName(device));
-  if (!status.ok()) return status;
-
-  // On a stream of its own: the default one would wait for the program's kernels.
-  cudaStream_t stream;
-  status = CheckCuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-  if (status.ok()) {
-    status = CheckCuda(cudaMemsetAsync(*memory, 0, bytes, stream), "clearing a workspace");
-    if (status.ok()) status = CheckCuda(cudaStreamSynchronize(stream), "clearing a workspace");
-    cudaStreamDestroy(stream);
-  }
-  if (!status.ok()) cudaFree(*memory);
-  return status;
-}
+std::vector<const Way*> Ways() { return {&PeerAccess(), &CudaIpc(), &Fabric()}; }
 
 }  // namespace
 
-Status SymmetricMemory::Allocate(int device, int64_t bytes,
+Status SymmetricMemory::Allocate(MemoryKind kind, int device, int64_t bytes,
                                  std::unique_ptr<SymmetricMemory>* memory) {
   bytes = (bytes + kGranularity - 1) / kGranularity * kGranularity;
   return OnDevice(device, [&] {
-    void* allocated = nullptr;
-    Status status = AllocateZeros(device, bytes, &allocated);
+    std::byte* allocated = nullptr;
+    int64_t allocated_bytes = bytes;
+    Status status = AllocateZeros(kind, device, &allocated_bytes, &allocated);
     if (!status.ok()) return status;
-    memory->reset(new SymmetricMemory(device, static_cast<std::byte*>(allocated)));
-    MemoryHandle& handle = (*memory)->handle_;
-    status = DescribeMemory(device, allocated, bytes, &handle);
-    if (!status.ok()) return status;
-    for (const Way* way : Ways()) way->Export(allocated, &handle);
+    MemoryHandle handle;
+    status = DescribeMemory(kind, device, allocated, bytes, allocated_bytes, &handle);
+    if (status.ok()) {
+      for (const Way* way : Ways()) way->Export(allocated, &handle);
+      memory->reset(new SymmetricMemory(device, allocated, handle));
+    } else {
+      Free(kind, allocated, allocated_bytes);
+    }
     return status;
   });
 }
 
 SymmetricMemory::~SymmetricMemory() {
   Disconnect();
-  OnDevice(device_, [&] { return CheckCuda(cudaFree(memory_), "freeing a workspace"); });
+  OnDevice(device_, [&] { return Free(handle_.kind, memory_, handle_.allocated_bytes); });
 }
 
 Status SymmetricMemory::Connect(int32_t rank, const std::vector<std::string>& handles) {
@@ -73,7 +45,7 @@ Status SymmetricMemory::Connect(int32_t rank, const std::vector<std::string>& ha
       Status status = Decode(text, &peer);
       if (status.ok()) {
         if (at == rank) {
-          peers_.push_back({nullptr, memory_});
+          peers_.push_back({nullptr, memory_, 0});
         } else {
           status = Open(peer);
         }
@@ -94,24 +66,24 @@ Status SymmetricMemory::Open(const MemoryHandle& peer) {
     return Status::Error("it has " + std::to_string(peer.bytes) + " bytes where this rank has " +
                          std::to_string(handle_.bytes));
   }
+  if (peer.kind != handle_.kind) return Status::Error("it has another kind of memory");
   for (const Way* way : Ways()) {
     if (!way->Serves(handle_, peer)) continue;
     std::byte* memory = nullptr;
     Status status = way->Open(handle_, peer, &memory);
-    if (status.ok()) peers_.push_back({way, memory});
+    if (status.ok()) peers_.push_back({way, memory, peer.allocated_bytes});
     return status;
   }
   return Status::Error("device " + std::string(peer.device.data()) +
                        " is in another host than device " + handle_.device.data() +
-                       "; an NVLink domain that spans hosts needs fabric handles, which this "
-                       "version of jax_ep does not have");
+                       ", which CUDA IPC does not reach");
 }
 
 void SymmetricMemory::Disconnect() {
   if (peers_.empty()) return;
   OnDevice(device_, [&] {
     for (const Peer& peer : peers_) {
-      if (peer.way != nullptr) peer.way->Close(peer.memory);
+      if (peer.way != nullptr) peer.way->Close(peer.memory, peer.bytes);
     }
     return Status();
   });

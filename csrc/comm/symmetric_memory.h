@@ -20,11 +20,12 @@ namespace jax_ep::comm {
 // undefined in CUDA IPC.
 class SymmetricMemory {
  public:
-  // Allocations are a multiple of this: CUDA IPC shares whole pages of the driver.
+  // Allocations are a multiple of this, the driver's page size: CUDA IPC shares whole pages.
   static constexpr int64_t kGranularity = int64_t{2} << 20;
 
   // At least `bytes` zero bytes on `device`.
-  static Status Allocate(int device, int64_t bytes, std::unique_ptr<SymmetricMemory>* memory);
+  static Status Allocate(MemoryKind kind, int device, int64_t bytes,
+                         std::unique_ptr<SymmetricMemory>* memory);
   ~SymmetricMemory();
   SymmetricMemory(const SymmetricMemory&) = delete;
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;
@@ -39,21 +40,23 @@ class SymmetricMemory {
   // A rank's memory as this rank's kernels address it. Connected only.
   std::byte* base(int32_t rank) const { return peers_[rank].memory; }
 
-  // The ways that were taken, for people: "peer access", "peer access + CUDA IPC", ...
+  // The ways that were taken, for people: "peer access", "CUDA IPC + peer access", ...
   std::string transport() const;
 
  private:
   struct Peer {
     const Way* way;  // null for this rank itself
     std::byte* memory;
+    int64_t bytes;
   };
 
-  SymmetricMemory(int device, std::byte* memory) : device_(device), memory_(memory) {}
+  SymmetricMemory(int device, std::byte* memory, const MemoryHandle& handle)
+      : device_(device), memory_(memory), handle_(handle) {}
   Status Open(const MemoryHandle& peer);
 
   const int device_;
   std::byte* const memory_;
-  MemoryHandle handle_ = {};
+  const MemoryHandle handle_;
   std::vector<Peer> peers_;  // by rank
 };
 

@@ -2,6 +2,7 @@
 #define JAX_EP_CSRC_COMM_WAY_H_
 
 #include <cstddef>
+#include <cstdint>
 
 #include "csrc/comm/memory_handle.h"
 #include "csrc/core/status.h"
@@ -19,18 +20,20 @@ class Way {
 
   // Adds to the handle of this rank's `memory` what peers need to take this way. A failure is
   // noted in the handle: most peers do not need every way.
-  virtual void Export(void* memory, MemoryHandle* handle) const = 0;
+  virtual void Export(std::byte* memory, MemoryHandle* handle) const = 0;
 
   virtual bool Serves(const MemoryHandle& mine, const MemoryHandle& peer) const = 0;
 
   // The peer's memory as this rank's kernels address it.
   virtual Status Open(const MemoryHandle& mine, const MemoryHandle& peer,
                       std::byte** memory) const = 0;
-  virtual void Close(std::byte* memory) const = 0;
+  // `bytes` are the peer's allocated_bytes.
+  virtual void Close(std::byte* memory, int64_t bytes) const = 0;
 };
 
 const Way& PeerAccess();  // between the devices of one process
 const Way& CudaIpc();     // between processes of one host, also on one device
+const Way& Fabric();      // between processes of one NVLink domain, which may span hosts
 
 }  // namespace jax_ep::comm
 

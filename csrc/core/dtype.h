@@ -40,7 +40,7 @@ template <typename To, typename From>
 JAX_EP_ALWAYS_INLINE To BitCast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
-  std::memcpy(&to, &from, sizeof(to));
+  std::memcpy(static_cast<void*>(&to), &from, sizeof(to));  // To's constructors do not matter
   return to;
 }
 

@@ -55,7 +55,8 @@ Status Group::Allocate() {
     return AcquireRankState(device_, settings_.id, &state_);
   });
   if (!status.ok()) return status;
-  return comm::SymmetricMemory::Allocate(device_, settings_.layout.total_bytes(), &memory_);
+  return comm::SymmetricMemory::Allocate(settings_.memory, device_,
+                                         settings_.layout.total_bytes(), &memory_);
 }
 
 Group::~Group() {

@@ -18,6 +18,7 @@ struct GroupSettings {
   int32_t rank = 0;
   WorkspaceLayout layout;
   double timeout_s = 0;
+  comm::MemoryKind memory = comm::MemoryKind::kIpc;  // one for all ranks
 };
 
 // A jax_ep.Group on one device of this process: that device's rank of it.

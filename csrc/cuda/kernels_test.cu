@@ -1,6 +1,10 @@
 // Runs the kernels for several ranks in one process, each on a stream of its own, on as many GPUs as
-// there are, and compares every output bit for bit with the CPU backend's functions. Needs a GPU;
-// also meant for compute-sanitizer, and with a number as its argument to time the kernels.
+// there are, and compares every output bit for bit with the CPU backend's functions. Needs a GPU.
+//
+//   kernels_test                  all cases
+//   kernels_test small TIMEOUT_S  a few small ones, whose kernels wait that long for another rank:
+//                                 for compute-sanitizer (bazel/sanitize.sh)
+//   kernels_test N                times the kernels over N repetitions
 #include <cuda_runtime.h>
 
 #include <chrono>
@@ -54,7 +58,7 @@ using Bytes = Array<std::byte>;
 using Ints = Array<int32_t>;
 
 struct Case {
-  const char* name;
+  const char* name = "";
   Layout layout = Layout::kExpert;
   int32_t num_ranks = 2;
   int32_t num_experts = 8;
@@ -68,6 +72,7 @@ struct Case {
   double unrouted = 0.1;
   bool weighted = true;
   int32_t num_sms = 8;
+  double timeout_s = 5;
 };
 
 int64_t ElementBytes(DType dtype) {
@@ -127,7 +132,7 @@ class World {
     }
     Must(cudaHostAlloc(&errors_, sizeof(ErrorRecord) * c.num_ranks,
                        cudaHostAllocMapped | cudaHostAllocPortable));
-    std::memset(errors_, 0, sizeof(ErrorRecord) * c.num_ranks);
+    std::uninitialized_value_construct_n(errors_, c.num_ranks);
     ranks_.resize(c.num_ranks);
     for (int32_t r = 0; r < c.num_ranks; ++r) Fill(r);
     for (int32_t r = 0; r < c.num_ranks; ++r) {
@@ -136,7 +141,7 @@ class World {
       workspace.state = ranks_[r].state->device;
       workspace.rank = r;
       workspace.num_sms = c.num_sms;
-      workspace.timeout_ns = 5'000'000'000;
+      workspace.timeout_ns = static_cast<uint64_t>(c.timeout_s * 1e9);
       workspace.error = errors_ + r;
       for (int32_t p = 0; p < c.num_ranks; ++p) workspace.base[p] = ranks_[p].workspace->device;
       workspaces_.push_back(workspace);
@@ -439,6 +444,35 @@ std::vector<Case> Cases() {
   return cases;
 }
 
+// Every layout, dtype class and way of moving rows, as little of each as has several tiles.
+std::vector<Case> SmallCases(double timeout_s) {
+  std::vector<Case> cases;
+  for (const Layout layout : {Layout::kExpert, Layout::kRank, Layout::kPadded}) {
+    Case base;
+    base.layout = layout;
+    base.num_tokens = 40;
+    base.num_sms = 2;
+    base.timeout_s = timeout_s;
+    auto add = [&](const char* name, auto change) {
+      Case c = base;
+      c.name = name;
+      change(c);
+      cases.push_back(c);
+    };
+    add("one rank", [](Case& c) { c.num_ranks = 1; });
+    add("two ranks", [](Case&) {});
+    add("three ranks, tight, aligned", [](Case& c) {
+      c.num_ranks = 3;
+      c.num_experts = 9;
+      c.capacity = 37;
+      c.alignment = 8;
+    });
+    add("odd bytes", [](Case& c) { c.dtype = DType::kF8E4M3FN; c.row_elements = {7, 33}; });
+    add("f32, plain sum", [](Case& c) { c.dtype = DType::kF32; c.weighted = false; });
+  }
+  return cases;
+}
+
 // Times the operations back to back, as the host sees them; of `only` ranks, or of 1, 2 and 8.
 void Time(int repeats, int only) {
   for (const Layout layout : {Layout::kExpert, Layout::kRank}) {
@@ -505,7 +539,8 @@ int main(int argc, char** argv) {
     Time(std::atoi(argv[1]), argc > 2 ? std::atoi(argv[2]) : 0);
     return 0;
   }
-  const auto cases = Cases();
+  const bool small = argc > 2 && std::string(argv[1]) == "small";
+  const auto cases = small ? SmallCases(std::atof(argv[2])) : Cases();
   for (const Case& c : cases) {
     std::printf("layout %d: %s\n", static_cast<int>(c.layout), c.name);
     std::fflush(stdout);

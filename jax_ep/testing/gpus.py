@@ -27,6 +27,8 @@ from jax_ep.testing import multiprocess
 _TESTS = ["test_prepare.py", "test_dispatch.py", "test_combine.py", "test_gradients.py",
           "test_transforms.py", "test_group.py", "test_varying_axes.py", "test_errors.py",
           "gpu/test_ranks.py"]
+# What starts processes itself.
+_LAUNCHERS = {"killed processes": "gpu/test_faults.py", "fabric handles": "gpu/test_fabric.py"}
 _NATIVE = "not xla and not reference"
 _COMMAND_BUFFERS = ("--xla_gpu_graph_min_graph_size=1 "
                     "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL")
@@ -173,12 +175,16 @@ def main() -> int:
             print(f"{arrangement.name} ...", flush=True)
             results[arrangement.name] = _run(arrangement, options.tests, options.timeout, arguments)
             print(results[arrangement.name], flush=True)
-    if options.only in "killed processes":
-        faults = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-             str(options.tests / "gpu" / "test_faults.py")],
-            env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=options.timeout)
-        results["killed processes"] = "FAILED" if faults.returncode else "passed"
+    for name, test in _LAUNCHERS.items():
+        if options.only in name:
+            print(f"{name} ...", flush=True)
+            run = subprocess.run(
+                [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider",
+                 str(options.tests / test)],
+                env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=options.timeout, text=True,
+                stdout=subprocess.PIPE)
+            print(run.stdout)
+            results[name] = "FAILED" if run.returncode else f"passed: {_total(run.stdout)}"
     print()
     for name, result in results.items():
         print(f"{name:<40} {result}")

@@ -5,6 +5,7 @@ Runs in every process of an arrangement of ranks at once; see jax_ep.testing.gpu
 
 import functools
 import itertools
+import os
 import time
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import jax_ep
 import numpy as np
 import pytest
-from jax_ep import backends, bootstrap
+from jax_ep import backends, bootstrap, memory
 
 from jax_ep.testing import cases, oracle, run
 from jax_ep.testing.cases import Case
@@ -72,8 +73,10 @@ def test_attributes():
     case = all_ranks()
     with make_group(case) as group:
         local, ranks = jax.local_device_count(), jax.device_count()
+        between_processes = {"": "CUDA IPC", "ipc": "CUDA IPC", "fabric": "fabric handles"}[
+            os.environ.get(memory.VARIABLE, "")]
         expected = {name for name, taken in [("peer access", local > 1),
-                                             ("CUDA IPC", local < ranks)] if taken}
+                                             (between_processes, local < ranks)] if taken}
         assert set(group.transport.split(" + ")) == (expected or {"one rank"})
         assert 1 <= group.num_sms <= 32
         assert group.workspace_bytes >= 1 << 20

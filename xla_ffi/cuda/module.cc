@@ -6,6 +6,7 @@
 
 #include <stdexcept>
 
+#include "csrc/comm/reach.h"
 #include "csrc/comm/symmetric_memory.h"
 #include "csrc/cuda/device_info.h"
 #include "csrc/cuda/group.h"
@@ -34,15 +35,22 @@ int64_t WorkspaceBytes(int32_t num_ranks, int32_t num_experts, int32_t num_topk,
   return (layout.total_bytes() + kGranularity - 1) / kGranularity * kGranularity;
 }
 
+comm::MemoryKind MemoryKindOf(const std::string& name) {
+  if (name == "ipc") return comm::MemoryKind::kIpc;
+  if (name == "fabric") return comm::MemoryKind::kFabric;
+  throw nb::value_error(("there is no memory \"" + name + "\"").c_str());
+}
+
 nb::bytes Open(int64_t id, int device, std::string axis, int32_t rank, int32_t num_ranks,
                int32_t num_experts, int32_t num_topk, int32_t max_tokens_per_rank,
-               int64_t max_row_bytes, double timeout_s) {
+               int64_t max_row_bytes, double timeout_s, const std::string& memory) {
+  const comm::MemoryKind kind = MemoryKindOf(memory);
   std::string handle;
   {
     nb::gil_scoped_release release;
     RaiseUnlessOk(cuda::OpenGroup(
         {id, std::move(axis), rank,
-         {num_ranks, num_experts, num_topk, max_tokens_per_rank, max_row_bytes}, timeout_s},
+         {num_ranks, num_experts, num_topk, max_tokens_per_rank, max_row_bytes}, timeout_s, kind},
         device, &handle));
   }
   return nb::bytes(handle.data(), handle.size());
@@ -62,6 +70,10 @@ nb::object Check(int64_t id) {
   const Status status = cuda::CheckGroup(id);
   if (status.ok()) return nb::none();
   return nb::str(status.message().c_str());
+}
+
+nb::object NoneIfEmpty(const std::string& text) {
+  return text.empty() ? nb::none() : nb::object(nb::str(text.c_str()));
 }
 
 nb::dict ToDict(const cuda::DeviceInfo& device) {
@@ -85,10 +97,25 @@ nb::dict MachineInfo() {
   nb::dict dict;
   dict["runtime_version"] = info.runtime_version;
   dict["driver_version"] = info.driver_version;
-  dict["obstacle"] = info.obstacle.empty() ? nb::none() : nb::object(nb::str(info.obstacle.c_str()));
+  dict["obstacle"] = NoneIfEmpty(info.obstacle);
   nb::list devices;
   for (const cuda::DeviceInfo& device : info.devices) devices.append(ToDict(device));
   dict["devices"] = devices;
+  return dict;
+}
+
+nb::dict GetReach(int device) {
+  comm::Reach reach;
+  {
+    nb::gil_scoped_release release;
+    RaiseUnlessOk(comm::GetReach(device, &reach));
+  }
+  nb::dict dict;
+  dict["host"] = reach.host;
+  dict["device"] = reach.device;
+  dict["fabric_obstacle"] = NoneIfEmpty(reach.fabric.message());
+  dict["nvlink_domain"] = NoneIfEmpty(reach.nvlink_domain);
+  dict["domain_obstacle"] = NoneIfEmpty(reach.domain_obstacle);
   return dict;
 }
 
@@ -113,6 +140,8 @@ NB_MODULE(_cuda, module) {
   }, "FFI targets by name.");
   module.def("machine_info", &ffi_cuda::MachineInfo,
              "Versions, the visible devices, and why there are none.");
+  module.def("reach", &ffi_cuda::GetReach, nb::arg("device"),
+             "What decides how ranks on other devices can reach this one's memory.");
   module.def("free_bytes", &ffi_cuda::FreeBytes, nb::arg("device"),
              "Memory of a device that no process has.");
   module.def("workspace_bytes", &ffi_cuda::WorkspaceBytes, nb::kw_only(), nb::arg("num_ranks"),
@@ -121,7 +150,8 @@ NB_MODULE(_cuda, module) {
   module.def("open_group", &ffi_cuda::Open, nb::kw_only(), nb::arg("id"), nb::arg("device"),
              nb::arg("axis"), nb::arg("rank"), nb::arg("num_ranks"), nb::arg("num_experts"),
              nb::arg("num_topk"), nb::arg("max_tokens_per_rank"), nb::arg("max_row_bytes"),
-             nb::arg("timeout_s"), "Allocates on a device; returns the handle for all ranks.");
+             nb::arg("timeout_s"), nb::arg("memory"),
+             "Allocates \"ipc\" or \"fabric\" memory; returns the handle for all ranks.");
   module.def("connect_group", &ffi_cuda::Connect, nb::kw_only(), nb::arg("id"), nb::arg("device"),
              nb::arg("handles"), nb::arg("num_sms"),
              "Opens the memory of all ranks, in rank order; returns the ways that were taken.");
