@@ -1,170 +1,66 @@
-"""What the benchmark times: the operations of one MoE layer without its experts."""
+"""How a program is timed: single calls, calls in a row, and its kernels in a profiler trace."""
 
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import jax_ep
+from jax_ep.bench import trace
 
-AXIS = "expert"
+_WARM_UPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """One row of the benchmark's table of settings."""
+class Times:
+    """Microseconds of one call on this process's devices, taken in up to three ways."""
 
-    num_ranks: int
-    num_tokens: int  # per rank
-    hidden: int
-    num_experts: int
-    num_topk: int
-    dtype: str
-    layout: str
-    capacity_factor: float
+    single: float  # from the call until its results are there, by the host's clock; the median
+    in_a_row: float | None = None  # of many calls enqueued together, by the host's clock; the mean
+    # What the kernels took, by local GPU: see trace.device_microseconds. Empty without a trace.
+    device: dict[int, float] = dataclasses.field(default_factory=dict)
 
     @property
-    def row_bytes(self) -> int:
-        return self.hidden * jnp.dtype(self.dtype).itemsize
+    def slowest_device(self) -> float | None:
+        """The time of the GPU that took longest."""
+        return max(self.device.values(), default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One timed step: all ranks, one call."""
+def times(call: Callable[[], Any], repeats: int, *, kernel: str = "") -> Times:
+    """Times a call of a compiled program; on GPUs in all three ways, elsewhere single calls.
 
-    backend: str
-    step: str
-    microseconds: float
-    moved_bytes: int  # payload of all ranks that the step carries from tokens to rows or back
-    temp_bytes: int | None  # XLA's own scratch, per device
+    Args:
+      call: runs the program and returns its results.
+      repeats: timed calls of each way.
+      kernel: a part of the name of the kernels whose device time counts; "" counts all.
+    """
+    on_gpus = jax.default_backend() == "gpu"
+    for _ in range(_WARM_UPS if on_gpus else 1):
+        jax.block_until_ready(call())
+    single = single_call(call, repeats)
+    if not on_gpus:
+        return Times(single)
 
-    @property
-    def gigabytes_per_second(self) -> float:
-        return self.moved_bytes / self.microseconds / 1e3
+    def in_a_row():
+        for _ in range(repeats):
+            results = call()
+        jax.block_until_ready(results)
 
-
-def run(setting: Setting, backend: str, repeats: int) -> list[Result]:
-    """Times prepare, dispatch, combine, forward and forward+backward on one backend."""
-    mesh = jax.make_mesh(
-        (setting.num_ranks,),
-        (AXIS,),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[: setting.num_ranks],
-    )
-    with jax_ep.Group(
-        mesh,
-        AXIS,
-        num_experts=setting.num_experts,
-        num_topk=setting.num_topk,
-        max_tokens_per_rank=setting.num_tokens,
-        max_row_bytes=setting.row_bytes,
-        backend=backend,
-    ) as group:
-        return _time_steps(setting, group, repeats)
+    start = time.perf_counter()
+    in_a_row()
+    mean = 1e6 * (time.perf_counter() - start) / repeats
+    profile = trace.record(in_a_row)
+    return Times(single, mean, trace.device_microseconds(profile, repeats, kernel)
+                 if profile else {})
 
 
-def _time_steps(setting: Setting, group: jax_ep.Group, repeats: int) -> list[Result]:
-    spec = PartitionSpec(AXIS)
-    x, topk_idx, topk_weights = (
-        jax.device_put(a, NamedSharding(group.mesh, spec)) for a in _inputs(setting)
-    )
-    capacity = group.capacity(setting.capacity_factor, layout=setting.layout)
-
-    def prepare(topk_idx):
-        return jax_ep.prepare(group, topk_idx, layout=setting.layout, capacity=capacity)
-
-    def forward(x, topk_idx, topk_weights):
-        handle = prepare(topk_idx)
-        rows, row_weights = jax_ep.dispatch(x, handle, topk_weights)
-        return jax_ep.combine(rows, handle, None if setting.layout == "rank" else row_weights)
-
-    def forward_backward(x, topk_idx, topk_weights):
-        y, pullback = jax.vjp(lambda x, w: forward(x, topk_idx, w), x, topk_weights)
-        return y, pullback(y)
-
-    def compile_step(f: Callable, *operands):
-        return _per_device(f, group.mesh).lower(*operands).compile()
-
-    # The handle and the rows cross the boundary of shard_map with a leading axis of ranks.
-    handle = _per_device(lambda i: _add_axis(prepare(i)), group.mesh)(topk_idx)
-
-    def dispatch(x, handle, topk_weights):
-        return _add_axis(jax_ep.dispatch(x, _drop_axis(handle), topk_weights))
-
-    rows, row_weights = _per_device(dispatch, group.mesh)(x, handle, topk_weights)
-
-    def combine(rows, handle, row_weights):
-        rows, handle, row_weights = _drop_axis((rows, handle, row_weights))
-        return jax_ep.combine(rows, handle, None if setting.layout == "rank" else row_weights)
-
-    kept = int((np.asarray(handle.row_source) >= 0).sum())
-    row_bytes = kept * setting.row_bytes
-    steps = [
-        ("prepare", lambda i: _add_axis(prepare(i)), (topk_idx,), 0),
-        ("dispatch", dispatch, (x, handle, topk_weights), row_bytes),
-        ("combine", combine, (rows, handle, row_weights), row_bytes),
-        ("forward", forward, (x, topk_idx, topk_weights), 2 * row_bytes),
-        ("forward+backward", forward_backward, (x, topk_idx, topk_weights), 4 * row_bytes),
-    ]
-    results = []
-    for name, function, operands, moved in steps:
-        step = compile_step(function, *operands)
-        memory = step.memory_analysis()
-        microseconds = _median_microseconds(functools.partial(step, *operands), repeats)
-        results.append(
-            Result(
-                group.backend,
-                name,
-                microseconds,
-                moved,
-                memory.temp_size_in_bytes if memory is not None else None,
-            )
-        )
-    return results
-
-
-def memcpy(num_bytes: int, repeats: int) -> Result:
-    """A host copy of `num_bytes` on one thread, the yardstick of the CPU backends."""
-    source = np.random.default_rng(0).integers(0, 255, num_bytes, np.uint8)
-    target = np.zeros_like(source)
-    microseconds = _median_microseconds(lambda: np.copyto(target, source), repeats)
-    return Result("memcpy", "copy", microseconds, num_bytes, None)
-
-
-def _inputs(setting: Setting) -> Sequence[np.ndarray]:
-    """Random tokens, distinct random experts per token, and weights, for all ranks."""
-    rng = np.random.default_rng(0)
-    tokens = setting.num_ranks * setting.num_tokens
-    x = rng.standard_normal((tokens, setting.hidden), np.float32).astype(jnp.dtype(setting.dtype))
-    scores = rng.random((tokens, setting.num_experts))
-    topk_idx = np.argpartition(scores, setting.num_topk - 1)[:, : setting.num_topk]
-    return x, topk_idx.astype(np.int32), rng.random((tokens, setting.num_topk), np.float32)
-
-
-def _per_device(f: Callable, mesh) -> Callable:
-    spec = PartitionSpec(AXIS)
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-def _add_axis(tree):
-    return jax.tree.map(lambda a: a[None], tree)
-
-
-def _drop_axis(tree):
-    return jax.tree.map(lambda a: a[0], tree)
-
-
-def _median_microseconds(call: Callable, repeats: int) -> float:
-    jax.block_until_ready(call())
-    times = []
+def single_call(call: Callable[[], Any], repeats: int) -> float:
+    """Microseconds from a call until its results are there: the median of `repeats`."""
+    seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(times)
+        seconds.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(seconds)
