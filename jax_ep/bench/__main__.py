@@ -2,10 +2,10 @@
 
 Prints the time of every operation of an MoE layer without its experts, beside what else a JAX user
 has for the same job and the rates that the hardware allows, on the same inputs. On GPUs "device" is
-the time of the operation's kernels on the first rank, "max" that of the slowest rank, "in a row" that
-of a call among many, by the host's clock; elsewhere only "single" calls are timed. "link" are the
-bytes that the busiest rank sends to others or gets from them, without its own tokens; "rows" all of
-a rank's.
+how long the operation's kernels ran on the first rank, "max" on the slowest one, and "in a row" the
+time of a call among many by the host's clock; elsewhere only "single" calls are timed. "link" are
+the bytes that the busiest rank sends to others or gets from them, without its own tokens; "rows"
+all rows of a rank. docs/performance.md has results and what limits them.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ _ROUTING = flags.DEFINE_enum("routing", None, ROUTINGS, "How tokens choose their
 _RANKS = flags.DEFINE_integer(
     "ranks", None, "EP ranks, one device each; all GPUs, else 8 CPU devices.", lower_bound=1)
 _PROCESSES = flags.DEFINE_integer(
-    "processes", 1, "Processes that the ranks are spread over: on all GPUs evenly, several on a GPU "
-    "where there are more processes than GPUs.", lower_bound=1)
+    "processes", 1, "Processes that the ranks are spread over; with more processes than GPUs they "
+    "share GPUs (under CUDA's MPS).", lower_bound=1)
 _DTYPES = flags.DEFINE_list(
     "dtypes", None, "Dtypes of the tokens; fp8 is bfloat16 quantized on the way. bfloat16 on GPUs, "
     "else float32,bfloat16.")
@@ -41,6 +41,8 @@ _BACKENDS = flags.DEFINE_list("backends", None, "Backends; cuda on GPUs, else th
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls of each step.", lower_bound=1)
 _PEERS = flags.DEFINE_bool(
     "peers", None, "Time the peers too; yes unless ranks share a GPU, where they mean nothing.")
+_OVERLAP = flags.DEFINE_bool(
+    "overlap", None, "On GPUs, time dispatch beside matrix products; as for --peers.")
 _JSON = flags.DEFINE_string("json", None, "File for all figures, written after every step.")
 _TIME_LIMIT = flags.DEFINE_float("time_limit", 600, "Seconds after which --processes are ended.")
 
@@ -92,6 +94,7 @@ def _options(ranks: int, on_gpus: bool, shared: bool):
         capacity_factor=_CAPACITY.value,
         repeats=_REPEATS.value,
         peers=not shared if _PEERS.value is None else _PEERS.value,
+        overlap=on_gpus and (not shared if _OVERLAP.value is None else _OVERLAP.value),
         json_file=_JSON.value and os.path.abspath(_JSON.value),
     )
 

@@ -19,13 +19,8 @@ class Times:
 
     single: float  # from the call until its results are there, by the host's clock; the median
     in_a_row: float | None = None  # of many calls enqueued together, by the host's clock; the mean
-    # What the kernels took, by local GPU: see trace.device_microseconds. Empty without a trace.
+    # That kernels ran, by local GPU: see trace.device_microseconds. Empty without a trace.
     device: dict[int, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def slowest_device(self) -> float | None:
-        """The time of the GPU that took longest."""
-        return max(self.device.values(), default=None)
 
 
 def times(call: Callable[[], Any], repeats: int, *, kernel: str = "") -> Times:

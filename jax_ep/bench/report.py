@@ -22,9 +22,9 @@ _exchanges = itertools.count()
 _COLUMNS = ("device", "max", "in a row", "single")
 
 
-def everyone(value: Any, processes: Sequence[int] | None = None) -> list[Any]:
+def everyone(value: Any) -> list[Any]:
     """The JSON-serialisable values of all processes, which must all call this."""
-    processes = list(range(jax.process_count())) if processes is None else list(processes)
+    processes = list(range(jax.process_count()))
     if len(processes) == 1:
         return [value]
     return bootstrap.exchange(f"bench/{next(_exchanges)}", value, jax.process_index(), processes,
@@ -35,12 +35,17 @@ class Report:
     """Collects results over the processes; the first one prints and writes.
 
     Args:
+      devices: of the ranks, in their order.
       fields: of the run, for the JSON file.
       headline: what to print first.
       json_file: where to, or None.
     """
 
-    def __init__(self, fields: dict[str, Any], headline: str, json_file: str | None):
+    def __init__(self, devices: Sequence[jax.Device], fields: dict[str, Any], headline: str,
+                 json_file: str | None):
+        self._gpus = [device.local_hardware_id for device in devices
+                      if device.process_index == jax.process_index()]
+        self._explained = False
         self._file = json_file if jax.process_index() == 0 else None
         self._document = environment() | fields | {"results": []}
         self.say(headline)
@@ -62,18 +67,16 @@ class Report:
         "us" is the time that rates are taken over.
         """
         mine = {"single": times.single, "in_a_row": times.in_a_row,
-                "device": [times.device[gpu] for gpu in sorted(times.device)],
-                "missing": len(jax.local_devices()) - len(times.device)}
-        ranks = everyone(mine)
-        # One rank without a trace would hide in the most of the others.
-        traced = not any(rank["missing"] > 0 for rank in ranks)
-        single = max(rank["single"] for rank in ranks)
-        in_a_row = None if times.in_a_row is None else max(rank["in_a_row"] for rank in ranks)
-        device_max = max(max(rank["device"]) for rank in ranks) if traced else None
-        us = device_max or in_a_row or single
+                "device": [times.device.get(gpu) for gpu in self._gpus]}
+        processes = everyone(mine)
+        device = [us for process in processes for us in process["device"]]
+        traced = None not in device
+        single = max(process["single"] for process in processes)
+        in_a_row = None if times.in_a_row is None else max(p["in_a_row"] for p in processes)
+        us = max(device) if traced else in_a_row or single
         result = labels | {
-            "step": step.name, "us": us, "device_us": ranks[0]["device"][0] if traced else None,
-            "device_us_max": device_max, "in_a_row_us": in_a_row, "single_us": single,
+            "step": step.name, "us": us, "device_us": device[0] if traced else None,
+            "device_us_max": max(device) if traced else None, "in_a_row_us": in_a_row, "single_us": single,
             "row_bytes": step.row_bytes, "row_gb_per_s": step.row_bytes / us / 1e3,
             "link_bytes": step.link_bytes, "link_gb_per_s": step.link_bytes / us / 1e3,
             "temp_bytes": step.temp_bytes,
@@ -81,6 +84,9 @@ class Report:
         self._document["results"].append(result)
         self._write()
         self.say(_line(result))
+        if in_a_row is not None and not traced and not self._explained:
+            self._explained = True
+            self.say('  (a GPU has no such kernels in its profile: rates are over "in a row")')
         return result
 
     def _write(self) -> None:
@@ -129,6 +135,7 @@ def _commit() -> str | None:
                               capture_output=True, text=True, timeout=10).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--short", "-uno") else "")
+        changed = git("status", "--short", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None

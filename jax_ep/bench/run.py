@@ -37,6 +37,7 @@ class Options:
     capacity_factor: float
     repeats: int
     peers: bool
+    overlap: bool  # backend "cuda": dispatch beside matrix products, once
     json_file: str | None
 
     def to_json(self) -> str:
@@ -68,7 +69,8 @@ def run(options: Options) -> None:
         on_gpus = jax.default_backend() == "gpu"
         names = ["cuda"] if on_gpus else list(dict.fromkeys([backends.choose(devices, None)[0],
                                                              "xla"]))
-    report = Report(dataclasses.asdict(options), _headline(options, devices), options.json_file)
+    fields = dataclasses.asdict(options)
+    report = Report(devices, fields, _headline(options, devices), fields.pop("json_file"))
     done = set()
     for dtype in options.dtypes:
         inputs = steps.make_inputs(options.setting, options.ranks, dtype)
@@ -78,6 +80,8 @@ def run(options: Options) -> None:
         for layout, name in itertools.product(options.layouts, names):
             for num_sms in options.sms if name == "cuda" else [None]:
                 _time_layer(options, inputs, layout, dtype, name, num_sms, report)
+    if options.overlap:
+        _time_overlap(options, report)
 
 
 def _headline(options: Options, devices: Sequence[jax.Device]) -> str:
@@ -114,11 +118,20 @@ def _time_layer(options: Options, inputs: Inputs, layout: str, dtype: str, backe
         for step in layer.steps():
             report.add(step, measure.times(step.call, options.repeats, kernel=step.kernel),
                        **labels)
-        if backend == "cuda" and dtype != "fp8":
-            with _make_group(inputs, backend, num_sms, overlap=True) as overlapped:
-                other = Layer(overlapped, inputs, layout, options.capacity_factor)
-                for step in overlap.overlap_steps(layer, other, inputs, options.repeats):
-                    report.add(step, measure.times(step.call, options.repeats), **labels)
+
+
+def _time_overlap(options: Options, report: Report) -> None:
+    inputs = steps.make_inputs(options.setting, options.ranks, options.dtypes[0])
+    layout, num_sms = options.layouts[0], options.sms[0]
+    with (_make_group(inputs, "cuda", num_sms) as plain,
+          _make_group(inputs, "cuda", num_sms, overlap=True) as overlapped):
+        report.section(f"Overlap of dispatch, {plain.num_sms} SMs, with matrix products")
+        labels = {"what": "overlap", "dtype": str(inputs.x.dtype), "layout": layout,
+                  "num_sms": plain.num_sms}
+        layers = [Layer(group, inputs, layout, options.capacity_factor)
+                  for group in (plain, overlapped)]
+        for step in overlap.overlap_steps(*layers, inputs, options.repeats):
+            report.add(step, measure.times(step.call, options.repeats), **labels)
 
 
 def _time_peers(options: Options, inputs: Inputs, backend: str, report: Report) -> None:

@@ -145,7 +145,8 @@ class Layer:
         link = settings.link_rows(inputs.routing, num_experts)
 
         def moved(bytes_per_row):
-            return {"row_bytes": num_rows * bytes_per_row // inputs.mesh.size, "link_bytes": link * bytes_per_row}
+            return {"row_bytes": num_rows * bytes_per_row // inputs.mesh.size,
+                    "link_bytes": link * bytes_per_row}
 
         batch = (inputs.x, inputs.topk_idx, inputs.topk_weights)
         yield compile_step("prepare", lambda i: add_axis(self.prepare(i)), inputs, inputs.topk_idx,

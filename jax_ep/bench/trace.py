@@ -36,36 +36,46 @@ def record(calls: Callable[[], None]) -> "jax.profiler.ProfileData | None":
 def device_microseconds(
     profile: "jax.profiler.ProfileData", num_calls: int, kernel: str = ""
 ) -> dict[int, float]:
-    """By GPU of this process, the time that the kernels of one call took, the median over calls.
+    """By GPU of this process, how long one call had kernels running: the median over the calls.
 
-    Where the kernels do not divide evenly among the calls it is their mean. A GPU without any, and
-    a profile that is laid out otherwise than XLA does it today, gives no entry.
+    Time in which several kernels run counts once, and time between kernels does not count. Where
+    the kernels do not divide evenly among the calls it is the mean. A GPU without any has no entry,
+    nor has one in a profile that is laid out otherwise than XLA does it today.
 
     Args:
       profile: of `num_calls` calls of one program, one after the other.
       num_calls: how many there were.
-      kernel: a part of the names of those kernels that count; "" counts all of them.
+      kernel: a part of the names of those kernels that count; "" counts all, and copies.
     """
     result = {}
     for plane in profile.planes:
         found = _GPU_PLANE.fullmatch(plane.name)
         if not found:
             continue
-        events = sorted(
-            (event.start_ns, event.duration_ns)
+        spans = sorted(
+            (event.start_ns, event.start_ns + event.duration_ns)
             for line in plane.lines
             if line.name.startswith(_STREAM_LINE)
             for event in line.events
             if kernel in event.name
         )
-        if events:
-            result[int(found[1])] = _per_call([duration for _, duration in events], num_calls) / 1e3
+        if spans:
+            result[int(found[1])] = _per_call(spans, num_calls) / 1e3
     return result
 
 
-def _per_call(durations: list[float], num_calls: int) -> float:
-    per_call, rest = divmod(len(durations), num_calls)
+def _per_call(spans: list[tuple[float, float]], num_calls: int) -> float:
+    per_call, rest = divmod(len(spans), num_calls)
     if rest:
-        return sum(durations) / num_calls
+        return _covered(spans) / num_calls
     return statistics.median(
-        sum(durations[i : i + per_call]) for i in range(0, len(durations), per_call))
+        _covered(spans[i : i + per_call]) for i in range(0, len(spans), per_call))
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of spans, which are sorted by their starts."""
+    total, end = 0.0, float("-inf")
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
