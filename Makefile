@@ -24,7 +24,7 @@ test-gpu: $(if $(PYTHON),,setup)  ## the tests on the GPUs here, their ranks arr
 demo: setup  ## train a small MoE language model, expert-parallel over 8 CPU devices
 	@.venv/bin/python examples/train_moe.py
 
-bench: setup  ## time dispatch and combine on 8 CPU devices
+bench: setup  ## time dispatch and combine, on 8 CPU devices or all GPUs
 	@.venv/bin/python -m jax_ep.bench
 
 wheel:  ## write dist/*.whl for one Python

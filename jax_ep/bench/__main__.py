@@ -40,7 +40,7 @@ _CAPACITY = flags.DEFINE_float(
 _BACKENDS = flags.DEFINE_list("backends", None, "Backends; cuda on GPUs, else the native one, xla.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls of each step.", lower_bound=1)
 _PEERS = flags.DEFINE_bool(
-    "peers", None, "Time the peers too; yes unless ranks share a GPU, where they mean nothing.")
+    "peers", None, "Time what else crosses the link; the default is to, unless ranks share a GPU.")
 _OVERLAP = flags.DEFINE_bool(
     "overlap", None, "On GPUs, time dispatch beside matrix products; as for --peers.")
 _JSON = flags.DEFINE_string("json", None, "File for all figures, written after every step.")

@@ -1,6 +1,8 @@
 """How a program is timed: single calls, calls in a row, and its kernels in a profiler trace."""
 
+import collections
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -8,17 +10,23 @@ from typing import Any
 
 import jax
 
+from jax_ep import bootstrap
 from jax_ep.bench import trace
 
 _WARM_UPS = 3
+_IN_FLIGHT = 4  # calls in a row: the device never waits, and their results fit in memory
+_TIMEOUT_S = 300.0
+_exchanges = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
     """Microseconds of one call on this process's devices, taken in up to three ways."""
 
-    single: float  # from the call until its results are there, by the host's clock; the median
-    in_a_row: float | None = None  # of many calls enqueued together, by the host's clock; the mean
+    # By the host's clock: from the call until its results are there, the median; and of calls
+    # enqueued one behind the other, the mean.
+    single: float
+    in_a_row: float | None = None
     # That kernels ran, by local GPU: see trace.device_microseconds. Empty without a trace.
     device: dict[int, float] = dataclasses.field(default_factory=dict)
 
@@ -38,14 +46,18 @@ def times(call: Callable[[], Any], repeats: int, *, kernel: str = "") -> Times:
     if not on_gpus:
         return Times(single)
 
-    def in_a_row():
+    def in_a_row() -> float:
+        everyone(None)  # ranks that begin together do not wait for one another
+        in_flight = collections.deque()
+        start = time.perf_counter()
         for _ in range(repeats):
-            results = call()
-        jax.block_until_ready(results)
+            if len(in_flight) == _IN_FLIGHT:
+                jax.block_until_ready(in_flight.popleft())
+            in_flight.append(call())
+        jax.block_until_ready(list(in_flight))
+        return 1e6 * (time.perf_counter() - start) / repeats
 
-    start = time.perf_counter()
-    in_a_row()
-    mean = 1e6 * (time.perf_counter() - start) / repeats
+    mean = in_a_row()
     profile = trace.record(in_a_row)
     return Times(single, mean, trace.device_microseconds(profile, repeats, kernel)
                  if profile else {})
@@ -59,3 +71,12 @@ def single_call(call: Callable[[], Any], repeats: int) -> float:
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - start)
     return 1e6 * statistics.median(seconds)
+
+
+def everyone(value: Any) -> list[Any]:
+    """The JSON-serialisable values of all processes, which must all call this, in their order."""
+    processes = list(range(jax.process_count()))
+    if len(processes) == 1:
+        return [value]
+    return bootstrap.exchange(f"bench/{next(_exchanges)}", value, jax.process_index(), processes,
+                              _TIMEOUT_S)

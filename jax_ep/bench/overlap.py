@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.bench import measure, report
+from jax_ep.bench import measure
 from jax_ep.bench.steps import Inputs, Layer, Step, add_axis, compile_step, drop_axis, per_device
 
 _TRIAL_LENGTH = 4  # products in the chain by which one product is timed
@@ -51,7 +51,7 @@ def overlap_steps(
     trial = compile_step("", lambda m: chain(_TRIAL_LENGTH)(m[0])[None], inputs, matrices)
     us, trial_us = (measure.times(step.call, repeats) for step in (alone, trial))
     # The same number in all processes, as they run one program.
-    ratio = report.everyone(_wall(us) / _wall(trial_us))[0]
+    ratio = measure.everyone(_wall(us) / _wall(trial_us))[0]
     length = max(1, round(_TRIAL_LENGTH * ratio))
     yield alone
     yield compile_step(f"overlap: {length} products", lambda m: chain(length)(m[0])[None], inputs,

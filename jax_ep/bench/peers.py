@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep.bench import settings
 from jax_ep.bench.steps import AXIS, Inputs, Step, add_axis, compile_step, drop_axis, per_device
 
 
@@ -81,11 +82,17 @@ class RaggedAllToAll:
         def combine(rows, way, topk_weights):
             return self.combine(*drop_axis((rows, way)), topk_weights)
 
+        # What has to cross, for the sake of comparison; this sends a row for every pair.
+        row_bytes = inputs.setting.hidden * inputs.x.dtype.itemsize
+        moved = {
+            "row_bytes": inputs.routing.size // self.num_ranks * row_bytes,
+            "link_bytes": settings.link_rows(inputs.routing, self.num_experts) * row_bytes,
+        }
         yield compile_step("ragged_all_to_all dispatch", dispatch, inputs, inputs.x,
-                           inputs.topk_idx)
+                           inputs.topk_idx, **moved)
         rows, way = per_device(dispatch, inputs.mesh)(inputs.x, inputs.topk_idx)
         yield compile_step("ragged_all_to_all combine", combine, inputs, rows, way,
-                           inputs.topk_weights)
+                           inputs.topk_weights, **moved)
 
     def _exchange(self, rows, sizes, num_rows):
         """Sends sizes[me, r] rows to each rank r, one after the other; gives [num_rows, H]."""

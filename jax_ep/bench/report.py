@@ -1,7 +1,6 @@
 """Results as they come: lines on stdout, and a JSON file that is whole after every one of them."""
 
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -13,22 +12,10 @@ from typing import Any
 import jax
 
 import jax_ep
-from jax_ep import bootstrap
-from jax_ep.bench.measure import Times
+from jax_ep.bench.measure import Times, everyone
 from jax_ep.bench.steps import Step
 
-_TIMEOUT_S = 300.0
-_exchanges = itertools.count()
 _COLUMNS = ("device", "max", "in a row", "single")
-
-
-def everyone(value: Any) -> list[Any]:
-    """The JSON-serialisable values of all processes, which must all call this."""
-    processes = list(range(jax.process_count()))
-    if len(processes) == 1:
-        return [value]
-    return bootstrap.exchange(f"bench/{next(_exchanges)}", value, jax.process_index(), processes,
-                              _TIMEOUT_S)
 
 
 class Report:
@@ -76,7 +63,8 @@ class Report:
         us = max(device) if traced else in_a_row or single
         result = labels | {
             "step": step.name, "us": us, "device_us": device[0] if traced else None,
-            "device_us_max": max(device) if traced else None, "in_a_row_us": in_a_row, "single_us": single,
+            "device_us_max": max(device) if traced else None, "in_a_row_us": in_a_row,
+            "single_us": single,
             "row_bytes": step.row_bytes, "row_gb_per_s": step.row_bytes / us / 1e3,
             "link_bytes": step.link_bytes, "link_gb_per_s": step.link_bytes / us / 1e3,
             "temp_bytes": step.temp_bytes,

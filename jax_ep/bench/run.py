@@ -13,7 +13,8 @@ import numpy as np
 import jax_ep
 from jax_ep import backends
 from jax_ep.bench import measure, overlap, peers, settings, steps
-from jax_ep.bench.report import Report, everyone
+from jax_ep.bench.measure import everyone
+from jax_ep.bench.report import Report
 from jax_ep.bench.settings import Setting
 from jax_ep.bench.steps import Inputs, Layer
 
@@ -74,7 +75,7 @@ def run(options: Options) -> None:
     done = set()
     for dtype in options.dtypes:
         inputs = steps.make_inputs(options.setting, options.ranks, dtype)
-        if options.peers and inputs.x.dtype not in done:
+        if inputs.x.dtype not in done:
             _time_peers(options, inputs, names[0], report)
         done.add(inputs.x.dtype)
         for layout, name in itertools.product(options.layouts, names):
@@ -135,30 +136,32 @@ def _time_overlap(options: Options, report: Report) -> None:
 
 
 def _time_peers(options: Options, inputs: Inputs, backend: str, report: Report) -> None:
+    """The rate of memory, and with `options.peers` all that crosses the link."""
     dtype = str(inputs.x.dtype)
     labels = {"what": "peer", "dtype": dtype, "layout": None, "num_sms": None}
     on_gpus = jax.default_backend() == "gpu"
     report.section(f"Peers, {dtype}")
 
-    def add(step, repeats=options.repeats):
+    def add(step: steps.Step, repeats: int = options.repeats) -> None:
         report.add(step, measure.times(step.call, repeats), **labels)
 
+    add(peers.memory_copy(inputs) if on_gpus else peers.host_copy(inputs))
+    if not options.peers:
+        return
     for step in peers.gather_and_scatter(inputs):
         add(step)
-    if on_gpus:
-        add(peers.memory_copy(inputs))
-        for step in peers.link_copies(inputs):
-            add(step)
-        capacity = settings.needed_capacity(inputs.routing, inputs.setting.num_experts, "expert")
-        ragged = peers.RaggedAllToAll(inputs, capacity)
-        with _make_group(inputs, backend) as group:
-            _check_ragged(ragged, Layer(group, inputs, "expert", 0))
-        for step in ragged.steps():
-            add(step, min(options.repeats, _SLOW_REPEATS))
-    else:
-        add(peers.host_copy(inputs))
-        report.say("ragged_all_to_all, link and memory copies: only on GPUs (XLA:CPU lacks the "
-                   "first, and has no link)")
+    if not on_gpus:
+        report.say("ragged_all_to_all and copies over the link: only on GPUs (XLA:CPU lacks the "
+                   "one, and there is no link)")
+        return
+    for step in peers.link_copies(inputs):
+        add(step)
+    capacity = settings.needed_capacity(inputs.routing, inputs.setting.num_experts, "expert")
+    ragged = peers.RaggedAllToAll(inputs, capacity)
+    with _make_group(inputs, backend) as group:
+        _check_ragged(ragged, Layer(group, inputs, "expert", 0))
+    for step in ragged.steps():
+        add(step, min(options.repeats, _SLOW_REPEATS))
 
 
 def _check_ragged(ragged: peers.RaggedAllToAll, layer: Layer) -> None:

@@ -6,6 +6,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -14,7 +15,7 @@ _GPU_PLANE = re.compile(r"/device:GPU:(\d+)")
 _STREAM_LINE = "Stream #"
 
 
-def record(calls: Callable[[], None]) -> "jax.profiler.ProfileData | None":
+def record(calls: Callable[[], Any]) -> "jax.profiler.ProfileData | None":
     """The profile of what `calls` does until the devices have done it; None if there is none."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
