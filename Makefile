@@ -28,7 +28,7 @@ sanitize:  ## the kernels under compute-sanitizer, on a GPU here
 demo: setup  ## train a small MoE language model, expert-parallel over 8 CPU devices
 	@.venv/bin/python examples/train_moe.py
 
-bench: setup  ## time dispatch and combine on 8 CPU devices
+bench: setup  ## time dispatch and combine, on 8 CPU devices or all GPUs
 	@.venv/bin/python -m jax_ep.bench
 
 wheel:  ## write dist/*.whl for one Python

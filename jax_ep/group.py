@@ -39,6 +39,8 @@ class Group:
       num_sms: backend "cuda": the thread blocks, one an SM, of the kernels that move rows. Results
         do not depend on it. None for what the link needs, as far as the ranks that share a device
         have it.
+      overlap: backend "cuda": run the operations asynchronously on the stream of XLA's collectives,
+        so that compute that does not depend on them can run at the same time (docs/overlap.md).
 
     Raises:
       ValueError, TypeError: an argument is wrong; it is named.
@@ -58,6 +60,7 @@ class Group:
         backend: str | None = None,
         timeout_s: float = 100.0,
         num_sms: int | None = None,
+        overlap: bool = False,
     ):
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -89,6 +92,7 @@ class Group:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         self.timeout_s = float(timeout_s)
         self.num_sms = None if num_sms is None else check_int("num_sms", num_sms)
+        self.overlap = bool(overlap)
         self.backend, self.backend_reason = backends.choose(
             list(mesh.devices.flat), backend
         )
@@ -259,6 +263,7 @@ class Group:
             "backend": self.backend,
             "timeout_s": self.timeout_s,
             "num_sms": self.num_sms,
+            "overlap": self.overlap,
         }
         me = jax.process_index()
         everyone = bootstrap.exchange(f"group/{self.id}", settings, me, processes, self.timeout_s)

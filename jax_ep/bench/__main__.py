@@ -1,26 +1,50 @@
 """Times jax_ep on this machine's devices: `python -m jax_ep.bench`.
 
-Prints, for each dtype, the median time of every operation over all ranks, and the payload's rate,
-for the native backend and for the reference ("xla") on the same inputs, beside a plain copy of
-the same bytes.
+Prints the time of every operation of an MoE layer without its experts, beside what else a JAX user
+has for the same job and the rates that the hardware allows, on the same inputs. On GPUs "device" is
+how long the operation's kernels ran on the first rank, "max" on the slowest one, and "in a row" the
+time of a call among many by the host's clock; elsewhere only "single" calls are timed. "link" are
+the bytes that the busiest rank sends to others or gets from them, without its own tokens; "rows"
+all rows of a rank. docs/performance.md has results and what limits them.
 """
 
 import ctypes
+import dataclasses
 import os
-import platform
+from pathlib import Path
 
 from absl import app, flags
 
-_RANKS = flags.DEFINE_integer("ranks", 8, "EP ranks, one device each.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens per rank.", lower_bound=0)
-_HIDDEN = flags.DEFINE_integer("hidden", 1024, "Elements of a token.", lower_bound=1)
-_EXPERTS = flags.DEFINE_integer("experts", 32, "Experts, a multiple of the ranks.", lower_bound=1)
-_TOPK = flags.DEFINE_integer("topk", 4, "Experts per token.", lower_bound=1)
-_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "Dtypes of the tokens.")
-_LAYOUT = flags.DEFINE_enum("layout", "expert", ["expert", "rank", "padded"], "Layout of the rows.")
-_CAPACITY = flags.DEFINE_float("capacity_factor", 1.25, "Rows, as a factor of the mean load.")
-_BACKENDS = flags.DEFINE_list("backends", None, "Backends; the native one and xla by default.")
+from jax_ep.bench.settings import PRESETS, ROUTINGS, Setting
+
+_SETTING = flags.DEFINE_enum(
+    "setting", None, list(PRESETS),
+    "Sizes and routing, which the next flags change; deepseek on GPUs, else cpu.")
+_TOKENS = flags.DEFINE_integer("tokens", None, "Tokens per rank.", lower_bound=0)
+_HIDDEN = flags.DEFINE_integer("hidden", None, "Elements of a token.", lower_bound=1)
+_EXPERTS = flags.DEFINE_integer("experts", None, "Experts, a multiple of the ranks.", lower_bound=1)
+_TOPK = flags.DEFINE_integer("topk", None, "Experts per token.", lower_bound=1)
+_ROUTING = flags.DEFINE_enum("routing", None, ROUTINGS, "How tokens choose their experts.")
+_RANKS = flags.DEFINE_integer(
+    "ranks", None, "EP ranks, one device each; all GPUs, else 8 CPU devices.", lower_bound=1)
+_PROCESSES = flags.DEFINE_integer(
+    "processes", 1, "Processes that the ranks are spread over; with more processes than GPUs they "
+    "share GPUs (under CUDA's MPS).", lower_bound=1)
+_DTYPES = flags.DEFINE_list(
+    "dtypes", None, "Dtypes of the tokens; fp8 is bfloat16 quantized on the way. bfloat16 on GPUs, "
+    "else float32,bfloat16.")
+_LAYOUTS = flags.DEFINE_list("layouts", ["expert"], "Layouts of the rows: expert, rank, padded.")
+_SMS = flags.DEFINE_list("sms", None, "SMs of the CUDA kernels, a list; jax_ep's choice if empty.")
+_CAPACITY = flags.DEFINE_float(
+    "capacity_factor", 1.25, "Rows, as a factor of the mean load; more where routing needs more.")
+_BACKENDS = flags.DEFINE_list("backends", None, "Backends; cuda on GPUs, else the native one, xla.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls of each step.", lower_bound=1)
+_PEERS = flags.DEFINE_bool(
+    "peers", None, "Time what else crosses the link; the default is to, unless ranks share a GPU.")
+_OVERLAP = flags.DEFINE_bool(
+    "overlap", None, "On GPUs, time dispatch beside matrix products; as for --peers.")
+_JSON = flags.DEFINE_string("json", None, "File for all figures, written after every step.")
+_TIME_LIMIT = flags.DEFINE_float("time_limit", 600, "Seconds after which --processes are ended.")
 
 
 def keep_freed_memory() -> bool:
@@ -39,56 +63,92 @@ def keep_freed_memory() -> bool:
     )
 
 
+def _setting(on_gpus: bool) -> tuple[str, Setting]:
+    """The preset with what the flags change of it, and its name."""
+    name = _SETTING.value or ("deepseek" if on_gpus else "cpu")
+    changes = {"num_tokens": _TOKENS.value, "hidden": _HIDDEN.value, "num_experts": _EXPERTS.value,
+               "num_topk": _TOPK.value, "routing": _ROUTING.value}
+    changes = {field: value for field, value in changes.items() if value is not None}
+    return name + " changed" * bool(changes), dataclasses.replace(PRESETS[name], **changes)
+
+
+def _options(ranks: int, on_gpus: bool, shared: bool):
+    """The Options that the flags ask for.
+
+    Args:
+      ranks: how many there are.
+      on_gpus: the devices' kind, which decides defaults.
+      shared: ranks share GPUs.
+    """
+    from jax_ep.bench.run import Options
+
+    name, setting = _setting(on_gpus)
+    return Options(
+        ranks=ranks,
+        name=name,
+        setting=setting,
+        dtypes=_DTYPES.value or (["bfloat16"] if on_gpus else ["float32", "bfloat16"]),
+        layouts=_LAYOUTS.value,
+        sms=[int(sms) for sms in _SMS.value or []] or [None],
+        backends=_BACKENDS.value,
+        capacity_factor=_CAPACITY.value,
+        repeats=_REPEATS.value,
+        peers=not shared if _PEERS.value is None else _PEERS.value,
+        overlap=on_gpus and (not shared if _OVERLAP.value is None else _OVERLAP.value),
+        json_file=_JSON.value and os.path.abspath(_JSON.value),
+    )
+
+
+def spread(gpus: list[str], num_processes: int) -> tuple[tuple[str, ...], ...]:
+    """By process, the GPUs that it sees: all in equal parts, or one that it shares."""
+    count = len(gpus)
+    starts = [i * count // num_processes for i in range(num_processes + 1)]
+    return tuple(tuple(gpus[start : max(end, start + 1)]) for start, end in zip(starts, starts[1:]))
+
+
+def _launch() -> None:
+    """Runs the ranks in processes of their own; passes on what the first one prints."""
+    from jax_ep.bench import run
+    from jax_ep.testing import gpus, multiprocess
+
+    target = f"{Path(run.__file__)}:from_environment"
+    ids = [] if os.environ.get("JAX_PLATFORMS") == "cpu" else gpus.gpu_ids()
+    limits = {"timeout_s": _TIME_LIMIT.value, "follow": 0}
+    if not ids:
+        ranks = _RANKS.value or 8
+        if ranks % _PROCESSES.value:
+            raise app.UsageError(f"--processes must divide the {ranks} ranks")
+        options = _options(ranks, on_gpus=False, shared=False)
+        multiprocess.launch(
+            target, _PROCESSES.value, devices_per_process=ranks // _PROCESSES.value,
+            env={run.OPTIONS_VARIABLE: options.to_json()}, **limits)
+        return
+    arrangement = gpus.Arrangement("bench", spread(ids, _PROCESSES.value))
+    ranks = sum(map(len, arrangement.visible))
+    if _RANKS.value not in (None, ranks):
+        raise app.UsageError(f"{_PROCESSES.value} processes on {len(ids)} GPUs make {ranks} ranks; "
+                             "choose GPUs with CUDA_VISIBLE_DEVICES")
+    options = _options(ranks, on_gpus=True, shared=arrangement.processes_per_gpu > 1)
+    gpus.launch(target, arrangement, env={run.OPTIONS_VARIABLE: options.to_json()}, **limits)
+
+
 def main(argv):
     del argv
-    kept = keep_freed_memory()
+    if _PROCESSES.value > 1:
+        return _launch()
+    keep_freed_memory()
     # Before JAX starts: a CPU has as many devices as it is told to.
-    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={_RANKS.value}")
+    count = f"--xla_force_host_platform_device_count={_RANKS.value or 8}"
+    os.environ.setdefault("XLA_FLAGS", count)
     import jax
 
-    from jax_ep import backends
-    from jax_ep.bench import measure
+    from jax_ep.bench import run
 
-    devices = jax.devices()
-    if len(devices) < _RANKS.value:
-        raise app.UsageError(f"--ranks={_RANKS.value}, and JAX has {len(devices)} devices")
-    native, reason = backends.choose(devices, None)
-    names = _BACKENDS.value or list(dict.fromkeys([native, "xla"]))
-    print(
-        f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}, "
-        f"{os.cpu_count()} cores, {platform.machine()}; native backend {native}: {reason}"
-    )
-    print(
-        f"{_RANKS.value} ranks, {_TOKENS.value} tokens per rank, hidden {_HIDDEN.value}, "
-        f"top-{_TOPK.value} of {_EXPERTS.value} experts, layout {_LAYOUT.value}, "
-        f"capacity factor {_CAPACITY.value:g}; median of {_REPEATS.value}; "
-        f"freed host memory {'kept' if kept else 'not kept'} between calls"
-    )
-    for dtype in _DTYPES.value:
-        setting = measure.Setting(
-            _RANKS.value,
-            _TOKENS.value,
-            _HIDDEN.value,
-            _EXPERTS.value,
-            _TOPK.value,
-            dtype,
-            _LAYOUT.value,
-            _CAPACITY.value,
-        )
-        results = [measure.run(setting, name, _REPEATS.value) for name in names]
-        payload = results[0][1].moved_bytes
-        print(f"\n{dtype}: {payload / 1e6:.1f} MB of rows in all")
-        print(f"{'step':<18}" + "".join(f"{name + ' us':>12}{'GB/s':>8}" for name in names), end="")
-        print(f"{'speed-up':>10}{'  scratch MB per device':<}")
-        for row in zip(*results):
-            print(f"{row[0].step:<18}", end="")
-            for result in row:
-                print(f"{result.microseconds:12.0f}{result.gigabytes_per_second:8.2f}", end="")
-            speedup = row[-1].microseconds / row[0].microseconds
-            scratch = ", ".join(f"{(result.temp_bytes or 0) / 1e6:.1f}" for result in row)
-            print(f"{speedup:9.1f}x  {scratch}")
-        copy = measure.memcpy(payload, _REPEATS.value)
-        print(f"{'memcpy of the rows':<18}{copy.microseconds:12.0f}{copy.gigabytes_per_second:8.2f}")
+    on_gpus = jax.default_backend() == "gpu"
+    ranks = _RANKS.value or len(jax.devices())
+    if len(jax.devices()) < ranks:
+        raise app.UsageError(f"--ranks={ranks}, and JAX has {len(jax.devices())} devices")
+    run.run(_options(ranks, on_gpus, shared=False))
 
 
 if __name__ == "__main__":

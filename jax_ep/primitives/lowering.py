@@ -1,5 +1,6 @@
 """How every primitive lowers: FFI custom calls where native, the reference elsewhere."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,6 +13,7 @@ from jax.interpreters import mlir
 # reference's collectives need.
 from jax._src.core import extend_axis_env_nd
 
+from jax_ep import overlap
 from jax_ep.group import LAYOUTS
 from jax_ep.handle import HandleSpec
 
@@ -28,26 +30,29 @@ def register(primitive: Primitive, op: str, reference: Callable) -> None:
         with extend_axis_env_nd(list(spec.group.mesh.shape.items())):
             return mlir.lower_fun(reference)(ctx, *operands, spec=spec, **params)
 
-    def native_rule(target: str):
+    def native_rule(platform: str):
+        target = f"jax_ep_{platform}_{op}"
+
         def lower(ctx, *operands, spec, **params):
             if spec.group.backend == "xla":
                 return lower_reference(ctx, *operands, spec=spec, **params)
             (position,) = _lower_position(ctx, spec)
             position_aval = jax.core.ShapedArray((2,), np.int32)
-            call = jax.ffi.ffi_lowering(target)
-            return call(
+            call = functools.partial(
+                jax.ffi.ffi_lowering(target),
                 ctx.replace(avals_in=[position_aval, *ctx.avals_in]),
-                position,
-                *operands,
                 **_attributes(spec),
                 **{name: _ATTRIBUTE_VALUES.get(value, value) for name, value in params.items()},
             )
+            if spec.group.overlap and platform == "cuda":
+                return overlap.on_collective_stream(ctx, target, call, [position, *operands])
+            return call(position, *operands)
 
         return lower
 
     mlir.register_lowering(primitive, lower_reference)
     for platform in ("cpu", "cuda"):
-        mlir.register_lowering(primitive, native_rule(f"jax_ep_{platform}_{op}"), platform=platform)
+        mlir.register_lowering(primitive, native_rule(platform), platform=platform)
 
 
 # How params are spelt as FFI attributes: the enums Values of xla_ffi/decode.h and Quantize of

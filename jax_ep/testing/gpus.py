@@ -87,7 +87,7 @@ def arrangements(gpus: Sequence[str]) -> list[Arrangement]:
 
 
 def launch(target: str, arrangement: Arrangement, *, timeout_s: float = 300.0,
-           env: Mapping[str, str] | None = None) -> list[str]:
+           env: Mapping[str, str] | None = None, follow: int | None = None) -> list[str]:
     """multiprocess.launch with the processes on GPUs; under MPS where they share one."""
     sharing = arrangement.processes_per_gpu
     environment = {
@@ -106,7 +106,7 @@ def launch(target: str, arrangement: Arrangement, *, timeout_s: float = 300.0,
 
     with mps() if sharing > 1 else contextlib.nullcontext({}) as mps_env:
         return multiprocess.launch(target, len(arrangement.visible), timeout_s=timeout_s,
-                                   env={**environment, **mps_env}, rank_env=rank_env)
+                                   env={**environment, **mps_env}, rank_env=rank_env, follow=follow)
 
 
 @contextlib.contextmanager

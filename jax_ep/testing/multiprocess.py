@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -24,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -57,7 +59,8 @@ class ProcessesFailed(AssertionError):
 
 def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
            timeout_s: float = 120.0, env: Mapping[str, str] | None = None,
-           rank_env: Callable[[int], Mapping[str, str]] | None = None) -> list[str]:
+           rank_env: Callable[[int], Mapping[str, str]] | None = None,
+           follow: int | None = None) -> list[str]:
     """Runs `target` in every process; returns the processes' outputs by rank.
 
     Args:
@@ -67,6 +70,7 @@ def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
         otherwise.
       timeout_s: when to end those that still run.
       env, rank_env: environment variables, for all and by rank.
+      follow: the rank of a process whose output is also written to stdout, as it comes.
 
     Raises:
       ProcessesFailed: unless all of them end with success in time.
@@ -90,7 +94,8 @@ def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
                          str(rank)],
                         env={**environment, **(rank_env(rank) if rank_env else {})},
                         stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT))
-            _wait(processes, timeout_s)
+            with _Follower(logs[follow]) if follow is not None else contextlib.nullcontext():
+                _wait(processes, timeout_s)
             codes = [process.poll() for process in processes]
         finally:
             for process in processes:
@@ -100,6 +105,31 @@ def launch(target: str, num_processes: int, *, devices_per_process: int = 1,
     if codes != [0] * num_processes:
         raise ProcessesFailed(_describe(target, codes, outputs, timeout_s), codes, outputs)
     return outputs
+
+
+class _Follower:
+    """While it is entered, a thread writes to stdout what is added to a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc_info) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with open(self._path, errors="replace") as file:
+            while True:
+                last = self._end.wait(0.2)
+                sys.stdout.write(file.read())
+                sys.stdout.flush()
+                if last:
+                    return
 
 
 def _wait(processes: list[subprocess.Popen], timeout_s: float) -> None:
