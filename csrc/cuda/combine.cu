@@ -18,8 +18,6 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kMaxWarps = 16;
-constexpr int kPushQueue = 0;
-constexpr int kReduceQueue = 1;
 
 // A row that enters a sum. Two bits at the top of the address, which are otherwise zero, are marks.
 template <typename Acc>
@@ -222,8 +220,7 @@ __device__ const std::byte* LocalValue(const MoveArgs& args, int32_t slot, int32
 
 // Sums this rank's rows for token `token` of rank `source` and puts them there.
 template <typename Sums>
-__device__ void PushToken(const MoveArgs& args, Operation& operation, Sums& sums, int32_t source,
-                          int32_t token) {
+__device__ void PushToken(const MoveArgs& args, Sums& sums, int32_t source, int32_t token) {
   const Shape& shape = args.common.shape;
   const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
   Pairs slots;
@@ -245,9 +242,29 @@ __device__ void PushToken(const MoveArgs& args, Operation& operation, Sums& sums
     CopyValue(staged + args.values.staging_offset + k * args.values.bytes,
               LocalValue(args, slots[half], k), args.values.bytes);
   }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) operation.Ready(source, token);
 }
+
+// The partial sums that a block pushes, in the order in which it does: of its tokens, of each for all
+// other ranks in turn.
+struct PushOrder {
+  int32_t num_ranks;
+
+  __device__ uint32_t Total(int32_t max_tokens) const {
+    return BlockShare(max_tokens) * (num_ranks - 1);
+  }
+  __device__ int32_t Token(uint32_t number) const {
+    return blockIdx.x + number / (num_ranks - 1) * gridDim.x;
+  }
+  // The rank that gets it from `rank`.
+  __device__ int32_t Target(int32_t rank, uint32_t number) const {
+    return (rank + 1 + static_cast<int32_t>(number % (num_ranks - 1))) % num_ranks;
+  }
+  // How many there are when `rank` has got its sum for `token` from `peer`.
+  __device__ uint32_t Count(int32_t rank, int32_t peer, int32_t token) const {
+    const int32_t turn = (rank - peer + num_ranks) % num_ranks;
+    return token / gridDim.x * (num_ranks - 1) + turn;
+  }
+};
 
 // Adds up the partial sums of one of this rank's own tokens.
 template <typename Sums>
@@ -255,6 +272,7 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
                             int32_t token) {
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
+  const PushOrder order{shape.num_ranks};
   const int32_t lane = threadIdx.x % 32;
 
   // The rank of each pair that has a row (num_ranks where there is none), and this rank's own slots.
@@ -270,7 +288,8 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
     ranks[half] = slot != kNoSlot ? shape.rank_of_expert(expert) : shape.num_ranks;
     slots[half] = ranks[half] == workspace.rank ? slot : kNoSlot;
     if (ranks[half] != shape.num_ranks && ranks[half] != workspace.rank) {
-      good &= operation.WaitReady(ranks[half], token);
+      good &= operation.WaitReady(ranks[half], token % gridDim.x,
+                                  order.Count(workspace.rank, ranks[half], token));
     }
   }
   good = __all_sync(~0u, good);
@@ -343,6 +362,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     CombineKernel(const __grid_constant__ MoveArgs args) {
   extern __shared__ __align__(128) std::byte shared[];
   using Acc = typename T::Acc;
+  const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
   const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
                         static_cast<uint32_t>(args.num_leaves);
@@ -354,16 +374,18 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   auto* const terms = reinterpret_cast<Term<Acc>*>(shared + num_warps * Ring::kSharedBytes);
   Sums<T, Ring> sums(args, shared + warp * Ring::kSharedBytes,
                      terms + warp * (shape.num_topk + shape.num_ranks));
-  if (warp < num_warps / 2) {
-    const int32_t peers = shape.num_ranks - 1;
-    ForEachTask(operation, kPushQueue, int64_t{peers} * shape.max_tokens_per_rank,
-                [&](int32_t task) {
-                  const int32_t turn = 1 + task % peers;
-                  const int32_t source = (args.common.workspace.rank + turn) % shape.num_ranks;
-                  PushToken(args, operation, sums, source, task / peers);
-                });
+  const PushOrder order{shape.num_ranks};
+  const int32_t push_warps = num_warps / 2;
+  __shared__ Producers::Shared shared_producers;
+  Producers producers(&shared_producers, push_warps, order.Total(shape.max_tokens_per_rank));
+  if (warp < push_warps) {
+    producers.Produce(warp, [&](uint32_t number) {
+      PushToken(args, sums, order.Target(workspace.rank, number), order.Token(number));
+    });
+  } else if (warp == push_warps) {
+    producers.Publish(operation, workspace.rank);
   }
-  ForEachTask(operation, kReduceQueue, args.common.num_tokens,
+  ForEachTask(operation, args.common.num_tokens,
               [&](int32_t token) { ReduceToken(args, operation, sums, token); });
   operation.Leave();
 }

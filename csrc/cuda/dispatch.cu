@@ -1,59 +1,51 @@
+#include <algorithm>
+
 #include "csrc/core/slots.h"
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/mover.cuh"
 #include "csrc/cuda/quantize.cuh"
+#include "csrc/cuda/row_ring.cuh"
 #include "csrc/cuda/signal.cuh"
 
 // Every rank puts its tokens into its own workspace, cast to fp8 where that is asked for, and pulls
 // those that it needs from the others: each once over the link, then to all its rows. Some warps of
-// a block stage first; all pull, tile by tile behind the stagers of the other ranks.
+// a block stage first; all pull, token by token behind the stagers of the other ranks.
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kStageWarps = 8;
 constexpr int kWarps = 16;
-constexpr int kTile = 8;  // tokens that become ready together
-constexpr int kStageBarrier = 1;
-constexpr int kPullQueue = 0;
+// Of these the warps that stage, unless shared memory allows fewer. One publishes what they stage, and
+// the others pull from the start.
+constexpr int kStageWarps = 8;
+constexpr int kCastWarps = 12;
 
-// Puts this rank's tokens into its workspace, and tells those who will read them there: the peers,
-// and this rank itself if leaves are cast (kCasts), for then its own rows are not those it was given.
-template <typename Mover, bool kCasts>
-__device__ void Stage(const MoveArgs& args, Operation& operation, Mover& mover) {
-  constexpr int kThreads = kStageWarps * 32;
+// The block that stages a token, and how many it has staged when it has this one.
+__device__ int32_t StageBlock(int32_t token) { return token % static_cast<int32_t>(gridDim.x); }
+__device__ uint32_t StageCount(int32_t token) { return token / gridDim.x + 1; }
+
+// Puts one of this rank's tokens into its workspace.
+template <typename Ring, bool kCasts>
+__device__ void StageToken(const MoveArgs& args, Ring& ring, int32_t token) {
   const Workspace& workspace = args.common.workspace;
+  const PairValues& values = args.values;
   const int32_t num_topk = args.common.shape.num_topk;
-  const int32_t warp = threadIdx.x / 32;
   const int32_t lane = threadIdx.x % 32;
-  std::byte* const staging = workspace.base[workspace.rank] + workspace.layout.staging_offset();
-  const int32_t num_tokens = args.common.num_tokens;
-  for (int32_t first = blockIdx.x * kTile; first < num_tokens; first += gridDim.x * kTile) {
-    for (int32_t token = first + warp; token < min(first + kTile, num_tokens);
-         token += kStageWarps) {
-      std::byte* const row = staging + token * args.staging_row_bytes;
-      for (int32_t i = 0; i < args.num_leaves; ++i) {
-        const Leaf& leaf = args.leaves[i];
-        if (kCasts && leaf.quantize != Quantize::kNone) {
-          CastRow(leaf, token, row + leaf.staging_offset, row + leaf.scales_offset);
-        } else {
-          MoveRow(mover, leaf.tokens + token * leaf.row_bytes, leaf.row_bytes,
-                  lane == 0 ? row + leaf.staging_offset : nullptr);
-        }
-      }
-      if (args.values.tokens == nullptr) continue;
-      for (int32_t k = lane; k < num_topk; k += 32) {
-        CopyValue(row + args.values.staging_offset + k * args.values.bytes,
-                  args.values.tokens + (int64_t{token} * num_topk + k) * args.values.bytes,
-                  args.values.bytes);
-      }
+  std::byte* const row = workspace.base[workspace.rank] + workspace.layout.staging_offset() +
+                         token * args.staging_row_bytes;
+  for (int32_t i = 0; i < args.num_leaves; ++i) {
+    const Leaf& leaf = args.leaves[i];
+    if (kCasts && leaf.quantize != Quantize::kNone) {
+      CastRow(ring, leaf, token, row + leaf.staging_offset, row + leaf.scales_offset);
+    } else {
+      VectorMover::Move(leaf.tokens + token * leaf.row_bytes, leaf.row_bytes,
+                        lane == 0 ? row + leaf.staging_offset : nullptr);
     }
-    mover.Finish();
-    ptx::NamedBarrier(kStageBarrier, kThreads);
-    for (int32_t peer = threadIdx.x; peer < operation.num_ranks(); peer += kThreads) {
-      if (kCasts || peer != workspace.rank) operation.Ready(peer, first / kTile);
-    }
+  }
+  for (int32_t k = lane; values.tokens != nullptr && k < num_topk; k += 32) {
+    CopyValue(row + values.staging_offset + k * values.bytes,
+              values.tokens + (int64_t{token} * num_topk + k) * values.bytes, values.bytes);
   }
 }
 
@@ -108,7 +100,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   bool good = true;
   if (!in_place) {
     if (lane == 0) {
-      good = operation.WaitReady(source, token / kTile);
+      good = operation.WaitReady(source, StageBlock(token), StageCount(token));
       ptx::FenceProxyAsync();
     }
     good = __shfl_sync(~0u, good, 0);
@@ -189,7 +181,11 @@ __device__ void FillRows(const MoveArgs& args, int32_t num_threads, uint8_t valu
   }
 }
 
-template <typename Mover, bool kCasts>
+// What a warp has of shared memory, first to stage and then to move.
+template <typename Mover, typename Ring>
+constexpr int64_t kSharedBytesPerWarp = std::max(Mover::kSharedBytes, Ring::kSharedBytes);
+
+template <typename Mover, typename Ring, bool kCasts>
 __global__ void __launch_bounds__(kWarps * 32, 1)
     DispatchKernel(const __grid_constant__ MoveArgs args) {
   extern __shared__ __align__(128) std::byte shared[];
@@ -203,49 +199,62 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   }
 
   const int32_t warp = threadIdx.x / 32;
-  Mover mover(shared, warp);
-  if (warp < kStageWarps) {
-    if (shape.num_ranks > 1 || kCasts) Stage<Mover, kCasts>(args, operation, mover);
-    FillRows(args, kStageWarps * 32, 0, [](int32_t source) { return source < 0; });
+  std::byte* const own_shared = shared + warp * kSharedBytesPerWarp<Mover, Ring>;
+  __shared__ Producers::Shared shared_producers;
+  // If leaves are cast, this rank's own rows are not those that it was given: it reads them, too, from
+  // where they are staged.
+  const bool stages = shape.num_ranks > 1 || kCasts;
+  Producers producers(&shared_producers, args.stage_warps,
+                      stages ? BlockShare(args.common.num_tokens) : 0);
+  if (warp < args.stage_warps) {
+    Ring ring(own_shared);  // only if kCasts is there memory for it, and use
+    producers.Produce(warp, [&](uint32_t number) {
+      StageToken<Ring, kCasts>(args, ring, blockIdx.x + number * gridDim.x);
+    });
+    FillRows(args, args.stage_warps * 32, 0, [](int32_t source) { return source < 0; });
+  } else if (warp == args.stage_warps) {
+    producers.Publish(operation, kCasts ? -1 : workspace.rank);
   }
   // The tokens of all ranks in the order in which they become ready, the ranks in turn, beginning
   // after this one so that not all ranks pull from the same.
-  ForEachTask(operation, kPullQueue, int64_t{shape.num_ranks} * shape.max_tokens_per_rank,
-              [&](int32_t task) {
-                const int32_t source = (workspace.rank + 1 + task % shape.num_ranks) %
-                                       shape.num_ranks;
-                PullToken<Mover, kCasts>(args, operation, mover, source, task / shape.num_ranks);
-              });
+  Mover mover(own_shared);
+  ForEachTask(operation, int64_t{shape.num_ranks} * shape.max_tokens_per_rank, [&](int32_t task) {
+    const int32_t source = (workspace.rank + 1 + task % shape.num_ranks) % shape.num_ranks;
+    PullToken<Mover, kCasts>(args, operation, mover, source, task / shape.num_ranks);
+  });
   mover.Finish();
   operation.Leave();
 }
 
-template <typename Mover>
-Status LaunchWith(cudaStream_t stream, const MoveArgs& args) {
+template <typename Mover, typename Ring>
+Status LaunchWith(cudaStream_t stream, MoveArgs args) {
   bool casts = false;
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     casts |= args.leaves[i].quantize != Quantize::kNone;
   }
-  return Launch(casts ? DispatchKernel<Mover, true> : DispatchKernel<Mover, false>,
-                args.common.workspace.num_sms, kWarps * 32, Mover::kSharedBytesPerWarp * kWarps,
-                stream, args);
+  const auto kernel = casts ? DispatchKernel<Mover, Ring, true> : DispatchKernel<Mover, Ring, false>;
+  constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
+  args.stage_warps = static_cast<int32_t>(
+      casts ? std::min<int64_t>(kCastWarps, MaxSharedBytes(kernel) / kBytes) : kStageWarps);
+  const int64_t warps = Mover::kSharedBytes > 0 ? kWarps : casts ? args.stage_warps : 0;
+  return Launch(kernel, args.common.workspace.num_sms, kWarps * 32, warps * kBytes, stream, args);
 }
 
-template <typename Mover>
+template <typename Mover, typename Ring>
 Status LoadBoth() {
-  if (Status status = Load(DispatchKernel<Mover, true>); !status.ok()) return status;
-  return Load(DispatchKernel<Mover, false>);
+  if (Status status = Load(DispatchKernel<Mover, Ring, true>); !status.ok()) return status;
+  return Load(DispatchKernel<Mover, Ring, false>);
 }
 
 }  // namespace
 
 Status Dispatch(cudaStream_t stream, const MoveArgs& args) {
-  return HasBulkCopies() ? LaunchWith<BulkMover>(stream, args)
-                         : LaunchWith<VectorMover>(stream, args);
+  return HasBulkCopies() ? LaunchWith<BulkMover, BulkRing>(stream, args)
+                         : LaunchWith<VectorMover, VectorRing>(stream, args);
 }
 
 Status LoadDispatch() {
-  return HasBulkCopies() ? LoadBoth<BulkMover>() : LoadBoth<VectorMover>();
+  return HasBulkCopies() ? LoadBoth<BulkMover, BulkRing>() : LoadBoth<VectorMover, VectorRing>();
 }
 
 }  // namespace jax_ep::cuda

@@ -15,13 +15,17 @@ const char* OpName(int64_t op) {
   return "no operation";
 }
 
-// A word of signal.cuh: an operation's number, and a tag that says which operation it is.
+constexpr int kOpShift = 8;  // in a tag
+
+// A word of signal.cuh: an operation's number, a tag that says which operation it is, and a count.
 struct Signal {
-  explicit Signal(uint64_t word) : epoch(word >> 32), tag(word & 0xffffffff) {}
-  std::string Op() const { return OpName(tag >> 28); }
+  explicit Signal(uint64_t word)
+      : epoch(word >> 32), tag(word >> 22 & 0x3ff), count(word & 0x3fffff) {}
+  std::string Op() const { return OpName(tag >> kOpShift); }
 
   uint64_t epoch;
   uint64_t tag;
+  uint64_t count;
 };
 
 std::string Number(uint64_t value) { return std::to_string(value); }
@@ -46,15 +50,16 @@ std::string Happened(const ErrorRecord& record, const std::string& waited) {
       const Signal expected(record.expected);
       const Signal seen(record.seen);
       return rank + waited + peer + "'s data (expected operation " + Number(expected.epoch) +
-             "; last seen " + seen.Op() + " as operation " + Number(seen.epoch) + ")";
+             ", part " + Number(expected.count) + "; last seen " + seen.Op() + " as operation " +
+             Number(seen.epoch) + ", part " + Number(seen.count) + ")";
     }
     case Phase::kBarrier:
       return rank + waited + "its own thread blocks (expected " + Number(record.expected) +
              " arrivals, seen " + Number(record.seen) +
              "): the blocks of all ranks that share a GPU must fit on it together, see num_sms";
     case Phase::kMismatch: {
-      const std::string mine = OpName(static_cast<int64_t>(record.expected) >> 28);
-      const std::string theirs = OpName(static_cast<int64_t>(record.seen) >> 28);
+      const std::string mine = OpName(static_cast<int64_t>(record.expected) >> kOpShift);
+      const std::string theirs = OpName(static_cast<int64_t>(record.seen) >> kOpShift);
       return rank + " runs " + mine + " while " + peer + " runs " +
              (mine == theirs ? "another " : "") + theirs + " (expected tag " +
              Number(record.expected) + ", seen " + Number(record.seen) +

@@ -73,6 +73,7 @@ struct MoveArgs {
   DType dtype = DType::kF32;              // of all leaves; combine only
   int64_t staging_row_bytes = 0;          // of this payload, a multiple of 16
   PairValues values;
+  int32_t stage_warps = 0;                // of a block; the launch of dispatch sets it
   // combine only: weights by which rows enter their sums, [rows]; or null.
   const std::byte* row_weights = nullptr;
   DType weight_dtype = DType::kF32;

@@ -69,21 +69,20 @@ struct Case {
   int64_t alignment = 1;
   std::vector<int64_t> row_elements = {64};
   DType dtype = DType::kBF16;
+  Quantize quantize = Quantize::kNone;
   double unrouted = 0.1;
   bool weighted = true;
   int32_t num_sms = 8;
   double timeout_s = 5;
-};
 
-int64_t ElementBytes(DType dtype) {
-  switch (dtype) {
-    case DType::kF64: return 8;
-    case DType::kF32: return 4;
-    case DType::kBF16:
-    case DType::kF16: return 2;
-    default: return 1;
+  DType row_dtype() const { return quantize == Quantize::kNone ? dtype : DType::kF8E4M3FN; }
+  // Of one leaf's row.
+  int64_t scale_bytes(int64_t elements) const {
+    return quantize == Quantize::kNone
+               ? 0
+               : NumBlocks(static_cast<int32_t>(elements)) * ScaleBytes(quantize);
   }
-}
+};
 
 int NumDevices() {
   static const int count = [] {
@@ -104,7 +103,7 @@ struct Rank {
   std::unique_ptr<Bytes> workspace;
   std::unique_ptr<Ints> position, topk_idx, slots, row_source, row_topk_idx, recv_slots,
       group_sizes, expert_counts, num_rows, num_dropped;
-  std::vector<std::unique_ptr<Bytes>> tokens, rows, sums;
+  std::vector<std::unique_ptr<Bytes>> tokens, rows, scales, sums;
   std::unique_ptr<Array<float>> weights, row_weights, returned;
 };
 
@@ -128,7 +127,7 @@ class World {
     layout_.num_topk = c.num_topk;
     layout_.max_tokens_per_rank = c.max_tokens;
     for (const int64_t elements : c.row_elements) {
-      layout_.max_row_bytes += elements * ElementBytes(c.dtype);
+      layout_.max_row_bytes += elements * StorageBytes(c.row_dtype()) + c.scale_bytes(elements);
     }
     Must(cudaHostAlloc(&errors_, sizeof(ErrorRecord) * c.num_ranks,
                        cudaHostAllocMapped | cudaHostAllocPortable));
@@ -178,7 +177,7 @@ class World {
       UseDeviceOf(r);
       MoveArgs args = GetMove(r);
       for (size_t i = 0; i < rank.tokens.size(); ++i) {
-        AddLeaf(&args, rank.tokens[i]->device, rank.rows[i]->device, i);
+        AddDispatchLeaf(&args, rank, i);
       }
       SetValues(&args, rank.weights->device, rank.row_weights->device);
       Must(cuda::Dispatch(rank.stream, args));
@@ -186,6 +185,7 @@ class World {
   }
 
   void Combine() {
+    if (case_.quantize != Quantize::kNone) return;  // sums of so large fp8 rows overflow
     const bool weighted = case_.weighted && case_.layout != Layout::kRank;
     for (int32_t r = 0; r < case_.num_ranks; ++r) {
       Rank& rank = ranks_[r];
@@ -252,8 +252,10 @@ class World {
       for (size_t i = 0; i < rank.tokens.size(); ++i) {
         const int64_t elements = case_.row_elements[i];
         d.leaves.push_back({rank.tokens[i]->host.data(), rank.rows[i]->host.data(),
-                            elements * ElementBytes(case_.dtype)});
-        b.leaves.push_back({case_.dtype, rank.rows[i]->host.data(), rank.sums[i]->host.data(),
+                            elements * StorageBytes(case_.row_dtype()), case_.quantize,
+                            case_.dtype, static_cast<int32_t>(elements),
+                            rank.scales[i]->host.data(), case_.scale_bytes(elements)});
+        b.leaves.push_back({case_.row_dtype(), rank.rows[i]->host.data(), rank.sums[i]->host.data(),
                             elements});
       }
       dispatch.push_back(d);
@@ -277,7 +279,9 @@ class World {
       Same("num_rows", r, *rank.num_rows);
       Same("num_dropped", r, *rank.num_dropped);
       for (size_t i = 0; i < rank.rows.size(); ++i) Same("rows", r, *rank.rows[i]);
+      for (size_t i = 0; i < rank.scales.size(); ++i) Same("scales", r, *rank.scales[i]);
       Same("row_weights", r, *rank.row_weights);
+      if (case_.quantize != Quantize::kNone) continue;
       for (size_t i = 0; i < rank.sums.size(); ++i) Same("sums", r, *rank.sums[i]);
       if (!weighted) Same("returned", r, *rank.returned);
     }
@@ -327,11 +331,13 @@ class World {
     rank.num_rows = std::make_unique<Ints>(1);
     rank.num_dropped = std::make_unique<Ints>(1);
     for (const int64_t elements : case_.row_elements) {
-      const int64_t bytes = elements * ElementBytes(case_.dtype);
-      rank.tokens.push_back(std::make_unique<Bytes>(case_.num_tokens * bytes));
+      const int64_t bytes = elements * StorageBytes(case_.row_dtype());
+      rank.tokens.push_back(
+          std::make_unique<Bytes>(case_.num_tokens * elements * StorageBytes(case_.dtype)));
       for (int64_t i = 0; i < case_.num_tokens * elements; ++i) Random(rank.tokens.back()->host, i);
       rank.tokens.back()->Upload();
       rank.rows.push_back(std::make_unique<Bytes>(rows * bytes));
+      rank.scales.push_back(std::make_unique<Bytes>(rows * case_.scale_bytes(elements)));
       rank.sums.push_back(std::make_unique<Bytes>(case_.num_tokens * bytes));
     }
     rank.weights = std::make_unique<Array<float>>(pairs);
@@ -373,14 +379,31 @@ class World {
     args.row_source = rank.row_source->device;
     args.row_topk_idx = rank.row_topk_idx->device;
     args.recv_slots = rank.recv_slots->device;
-    args.dtype = case_.dtype;
+    args.dtype = case_.row_dtype();
     return args;
   }
 
   void AddLeaf(MoveArgs* args, std::byte* tokens, std::byte* rows, size_t i) {
-    const int64_t bytes = case_.row_elements[i] * ElementBytes(case_.dtype);
-    args->leaves[args->num_leaves++] = {tokens, rows, bytes, args->staging_row_bytes};
-    args->staging_row_bytes += (bytes + 15) / 16 * 16;
+    Leaf& leaf = args->leaves[args->num_leaves++];
+    leaf.tokens = tokens;
+    leaf.rows = rows;
+    leaf.row_bytes = case_.row_elements[i] * StorageBytes(case_.row_dtype());
+    leaf.staging_offset = args->staging_row_bytes;
+    args->staging_row_bytes += (leaf.row_bytes + 15) / 16 * 16;
+  }
+
+  // The same for dispatch, which may cast.
+  void AddDispatchLeaf(MoveArgs* args, const Rank& rank, size_t i) {
+    AddLeaf(args, rank.tokens[i]->device, rank.rows[i]->device, i);
+    if (case_.quantize == Quantize::kNone) return;
+    Leaf& leaf = args->leaves[i];
+    leaf.quantize = case_.quantize;
+    leaf.dtype = case_.dtype;
+    leaf.columns = static_cast<int32_t>(case_.row_elements[i]);
+    leaf.scales = rank.scales[i]->device;
+    leaf.scale_bytes = case_.scale_bytes(case_.row_elements[i]);
+    leaf.scales_offset = args->staging_row_bytes;
+    args->staging_row_bytes += (leaf.scale_bytes + 15) / 16 * 16;
   }
 
   void SetValues(MoveArgs* args, float* tokens, float* rows) {
@@ -438,6 +461,18 @@ std::vector<Case> Cases() {
     add("f64", [](Case& c) { c.dtype = DType::kF64; c.row_elements = {9}; });
     add("e5m2", [](Case& c) { c.dtype = DType::kF8E5M2; c.row_elements = {48}; });
     add("plain sum", [](Case& c) { c.weighted = false; });
+    add("cast from bf16", [](Case& c) { c.quantize = Quantize::kFp8; c.row_elements = {2880, 7}; });
+    add("cast from f32", [](Case& c) {
+      c.dtype = DType::kF32;
+      c.quantize = Quantize::kFp8E8M0;
+      c.row_elements = {7168};
+    });
+    add("cast from f16, one rank", [](Case& c) {
+      c.num_ranks = 1;
+      c.dtype = DType::kF16;
+      c.quantize = Quantize::kFp8;
+      c.row_elements = {130, 256};
+    });
     add("1024 experts", [](Case& c) { c.num_experts = 1024; c.num_tokens = 128; });
     add("hidden 7168", [](Case& c) { c.row_elements = {7168}; c.num_sms = 16; });
   }
@@ -469,51 +504,55 @@ std::vector<Case> SmallCases(double timeout_s) {
     });
     add("odd bytes", [](Case& c) { c.dtype = DType::kF8E4M3FN; c.row_elements = {7, 33}; });
     add("f32, plain sum", [](Case& c) { c.dtype = DType::kF32; c.weighted = false; });
+    add("cast", [](Case& c) { c.quantize = Quantize::kFp8; c.row_elements = {260}; });
   }
   return cases;
 }
 
-// Times the operations back to back, as the host sees them; of `only` ranks, or of 1, 2 and 8.
-void Time(int repeats, int only) {
+// Times the operations of a case back to back, as the host sees them.
+void Time(const Case& c, int repeats) {
+  World world(c, 1);
+  std::printf("%s%s, %d ranks on %d GPUs, %2d SMs, us:", c.name,
+              c.quantize == Quantize::kNone ? "" : " fp8", c.num_ranks, NumDevices(), c.num_sms);
+  auto time = [&](const char* name, auto run) {
+    for (int i = 0; i < 3; ++i) run();
+    world.Wait();
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < repeats; ++i) run();
+    world.Wait();
+    const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
+    std::printf("  %s %.1f", name, took.count() / repeats);
+  };
+  time("prepare", [&] { world.Prepare(); });
+  time("dispatch", [&] { world.Dispatch(); });
+  if (c.quantize == Quantize::kNone) time("combine", [&] { world.Combine(); });
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+// The benchmark's setting, of `only` ranks, or of 1, 2 and 8.
+void TimeAll(int repeats, int only) {
+  Case c;
+  c.num_experts = 256;
+  c.num_topk = 8;
+  c.num_tokens = c.max_tokens = 4096;
+  c.row_elements = {7168};
+  c.unrouted = 0;
   for (const Layout layout : {Layout::kExpert, Layout::kRank}) {
+    c.layout = layout;
+    c.name = layout == Layout::kRank ? "rank" : "expert";
+    c.weighted = layout != Layout::kRank;
     for (const int32_t num_ranks : {1, 2, 8}) {
       if (only != 0 && num_ranks != only) continue;
+      c.num_ranks = num_ranks;
+      c.capacity = layout == Layout::kRank ? num_ranks * c.num_tokens : 33536;
       for (const int32_t num_sms : {16, 24, 32, 64}) {
-        const int sharing = (num_ranks + NumDevices() - 1) / NumDevices();
-        if (sharing * num_sms > 132) continue;
-        Case c;
-        c.name = "timed";
-        c.layout = layout;
-        c.num_ranks = num_ranks;
-        c.num_experts = 256;
-        c.num_topk = 8;
-        c.num_tokens = c.max_tokens = 4096;
-        c.row_elements = {7168};
-        c.unrouted = 0;
+        if ((num_ranks + NumDevices() - 1) / NumDevices() * num_sms > 132) continue;
         c.num_sms = num_sms;
-        c.weighted = layout != Layout::kRank;
-        c.capacity = layout == Layout::kRank ? num_ranks * c.num_tokens : 33536;
-        World world(c, 1);
-        std::printf("layout %d, %d ranks on %d GPUs, %2d SMs:", static_cast<int>(layout), num_ranks,
-                    NumDevices(), num_sms);
-        for (int step = 0; step < 3; ++step) {
-          auto run = [&] {
-            if (step == 0) world.Prepare();
-            if (step == 1) world.Dispatch();
-            if (step == 2) world.Combine();
-          };
-          for (int i = 0; i < 3; ++i) run();
-          world.Wait();
-          const auto start = std::chrono::steady_clock::now();
-          for (int i = 0; i < repeats; ++i) run();
-          world.Wait();
-          const std::chrono::duration<double, std::micro> time =
-              std::chrono::steady_clock::now() - start;
-          const char* names[] = {"prepare", "dispatch", "combine"};
-          std::printf("  %s %.1f us", names[step], time.count() / repeats);
+        for (const Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
+          c.quantize = quantize;
+          Time(c, repeats);
         }
-        std::printf("\n");
-        std::fflush(stdout);
       }
     }
   }
@@ -536,7 +575,7 @@ int main(int argc, char** argv) {
   using namespace jax_ep::cuda;  // NOLINT
   ConnectDevices();
   if (argc > 1 && std::atoi(argv[1]) > 0) {
-    Time(std::atoi(argv[1]), argc > 2 ? std::atoi(argv[2]) : 0);
+    TimeAll(std::atoi(argv[1]), argc > 2 ? std::atoi(argv[2]) : 0);
     return 0;
   }
   const bool small = argc > 2 && std::string(argv[1]) == "small";

@@ -15,9 +15,9 @@ namespace jax_ep::cuda {
 class VectorMover {
  public:
   static constexpr int64_t kMaxBytes = int64_t{1} << 40;  // of one piece
-  static constexpr int64_t kSharedBytesPerWarp = 0;
+  static constexpr int64_t kSharedBytes = 0;  // of one warp
 
-  __device__ VectorMover(std::byte* /*shared*/, int /*warp*/) {}
+  __device__ explicit VectorMover(std::byte* /*shared*/) {}
 
   static __device__ bool Takes(const std::byte*, int64_t, const std::byte*) { return true; }
 
@@ -77,12 +77,11 @@ class BulkMover {
   static constexpr int64_t kMaxBytes = 3584;  // of one piece
   static constexpr int kStages = 3;
   // The copy engine is slower, by 40 %, where buffers are not aligned to 128 bytes.
-  static constexpr int64_t kSharedBytesPerWarp = kStages * kMaxBytes + 128;
+  static constexpr int64_t kSharedBytes = kStages * kMaxBytes + 128;
 
-  __device__ BulkMover(std::byte* shared, int warp) {
-    std::byte* const own = shared + warp * kSharedBytesPerWarp;
-    buffers_ = own;
-    barriers_ = reinterpret_cast<uint64_t*>(own + kStages * kMaxBytes);
+  __device__ explicit BulkMover(std::byte* shared)
+      : buffers_(shared),
+        barriers_(reinterpret_cast<uint64_t*>(shared + kStages * kMaxBytes)) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x % 32 == 0) {
       for (int i = 0; i < kStages; ++i) ptx::BarrierInit(&barriers_[i], 1);
@@ -138,8 +137,8 @@ class BulkMover {
   }
 #endif
 
-  std::byte* buffers_;
-  uint64_t* barriers_;
+  std::byte* const buffers_;
+  uint64_t* const barriers_;
   std::byte* to_ = nullptr;
   uint32_t bytes_ = 0;  // of the piece loaded last, until it is finished
   uint32_t count_ = 0;  // pieces so far

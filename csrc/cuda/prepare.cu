@@ -93,7 +93,7 @@ __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
   }
   __syncthreads();
   for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
-    operation.Ready(peer, blockIdx.x);
+    operation.Ready(peer, 1);
   }
 }
 
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   SendIndices(args, operation);
   Clear(args);
   for (int32_t i = threadIdx.x; i < shape.num_ranks * num_blocks; i += blockDim.x) {
-    operation.WaitReady(i / num_blocks, i % num_blocks);
+    operation.WaitReady(i / num_blocks, i % num_blocks, 1);
   }
   __syncthreads();
 

@@ -8,103 +8,126 @@
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/fp8.cuh"
+#include "csrc/cuda/row_ring.cuh"
+#include "csrc/cuda/vector.cuh"
 
-// The cast of a token's row to fp8 by one warp, a lane for four columns of a block.
+// The cast of a token's row to fp8 by one warp.
 namespace jax_ep::cuda {
 
-inline constexpr int kLaneColumns = kBlockColumns / 32;
-
-__device__ __forceinline__ uint32_t CastColumns(const float (&x)[kLaneColumns], float inverse) {
+// Four columns, the first in the low byte.
+__device__ __forceinline__ uint32_t CastFour(const float* x, float inverse) {
 #if __CUDA_ARCH__ >= 890
   return ptx::CastE4M3(x[0] * inverse, x[1] * inverse) |
          static_cast<uint32_t>(ptx::CastE4M3(x[2] * inverse, x[3] * inverse)) << 16;
 #else
   uint32_t columns = 0;
-  for (int i = 0; i < kLaneColumns; ++i) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
     columns |= static_cast<uint32_t>(QuantizeValue(x[i], inverse)) << (8 * i);
   }
   return columns;
 #endif
 }
 
-// Casts a line of `columns` elements of dtype T. kAligned: every lane's columns are all there or none
-// of them, and their addresses allow one access for all.
-template <typename T, bool kAligned>
-__device__ void CastLine(Quantize quantize, const typename T::Storage* from, int32_t columns,
-                         std::byte* values, std::byte* scales) {
-  using Storage = typename T::Storage;
-  struct alignas(kLaneColumns * sizeof(Storage)) Columns {
-    Storage elements[kLaneColumns];
+__device__ __forceinline__ void StoreScale(const Leaf& leaf, std::byte* scales, int32_t block,
+                                           const BlockScale& scale) {
+  const int32_t bytes = ScaleBytes(leaf.quantize);
+  StoreValue(scales + block * bytes, scale.bits, bytes);
+}
+
+// A row of dtype T, by vectors. Every block lies in the vectors of a group of neighbouring lanes.
+template <typename T, typename Ring>
+__device__ void CastVectors(Ring& ring, const Leaf& leaf, const std::byte* token,
+                            std::byte* values, std::byte* scales) {
+  constexpr int kElements = kVectorElements<T>;
+  constexpr int kGroup = kBlockColumns / kElements;  // lanes
+  const int32_t lane = threadIdx.x % 32;
+  const uint32_t group = (kGroup == 32 ? ~0u : (1u << kGroup) - 1) << (lane / kGroup * kGroup);
+  const auto bytes = static_cast<int32_t>(leaf.row_bytes * sizeof(typename T::Storage));
+  int32_t load_offset = 0;
+  auto load_next = [&] {
+    if (load_offset >= bytes) return ring.LoadNothing();
+    ring.Load(token + load_offset, min(kRingPieceBytes, bytes - load_offset));
+    load_offset += kRingPieceBytes;
   };
-  // Blocks whose loads are under way together.
-  constexpr int kUnroll = kAligned ? 16 / sizeof(Storage) : 1;
-  const int32_t lane_column = threadIdx.x % 32 * kLaneColumns;
-  for (int32_t first = lane_column; first - lane_column < columns;
-       first += kUnroll * kBlockColumns) {
-    Columns x[kUnroll] = {};
+  for (int i = 0; i < kRingSlots - 1; ++i) load_next();
+  for (int32_t offset = 0; offset < bytes; offset += kRingPieceBytes) {
+    load_next();
+    const auto* const piece = reinterpret_cast<const uint4*>(ring.Front());
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int32_t column = first + u * kBlockColumns;
-      if (kAligned) {
-        if (column < columns) x[u] = *reinterpret_cast<const Columns*>(from + column);
-      } else {
-        for (int i = 0; i < kLaneColumns; ++i) {
-          if (column + i < columns) x[u].elements[i] = from[column + i];
-        }
+    for (int v = 0; v < kRingPieceBytes / 512; ++v) {
+      const int32_t at = offset + (v * 32 + lane) * 16;
+      const bool inside = at < bytes;
+      const int32_t column = at / static_cast<int32_t>(sizeof(typename T::Storage));
+      float x[kElements];
+      Unpack<T>(piece[v * 32 + lane], x);
+      uint32_t magnitude = 0;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) magnitude = max(magnitude, Magnitude(x[i]));
+      const BlockScale scale =
+          ScaleOf(leaf.quantize, __reduce_max_sync(group, inside ? magnitude : 0));
+      if (!inside) continue;
+#pragma unroll
+      for (int i = 0; i < kElements; i += 4) {
+        *reinterpret_cast<uint32_t*>(values + column + i) = CastFour(&x[i], scale.inverse);
       }
+      if (lane % kGroup == 0) StoreScale(leaf, scales, column / kBlockColumns, scale);
     }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int32_t column = first + u * kBlockColumns;
-      if (column - lane_column >= columns) break;
-      float loaded[kLaneColumns];
+    ring.Pop();
+  }
+}
+
+// Any row of dtype T, a block at a time.
+template <typename T>
+__device__ void CastBlocks(const Leaf& leaf, const std::byte* token, std::byte* values,
+                           std::byte* scales) {
+  constexpr int kLaneColumns = kBlockColumns / 32;
+  const auto* const from = reinterpret_cast<const typename T::Storage*>(token);
+  const int32_t lane = threadIdx.x % 32;
+  int32_t block = 0;
+  for (int64_t line = 0; line < leaf.row_bytes; line += leaf.columns) {
+    for (int32_t first = 0; first < leaf.columns; first += kBlockColumns, ++block) {
+      float x[kLaneColumns] = {};
       uint32_t magnitude = 0;
 #pragma unroll
       for (int i = 0; i < kLaneColumns; ++i) {
-        loaded[i] = T::Load(x[u].elements[i]);
-        magnitude = max(magnitude, Magnitude(loaded[i]));
+        const int32_t column = first + i * 32 + lane;
+        if (column < leaf.columns) x[i] = T::Load(from[line + column]);
+        magnitude = max(magnitude, Magnitude(x[i]));
       }
-      const BlockScale scale = ScaleOf(quantize, __reduce_max_sync(~0u, magnitude));
-      const uint32_t cast = CastColumns(loaded, scale.inverse);
-      if (kAligned) {
-        if (column < columns) *reinterpret_cast<uint32_t*>(values + column) = cast;
-      } else {
-        for (int i = 0; i < kLaneColumns; ++i) {
-          if (column + i < columns) values[column + i] = static_cast<std::byte>(cast >> (8 * i));
-        }
+      const BlockScale scale = ScaleOf(leaf.quantize, __reduce_max_sync(~0u, magnitude));
+      const uint32_t cast = CastFour(x, scale.inverse);
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) {
+        const int32_t column = first + i * 32 + lane;
+        if (column < leaf.columns) values[line + column] = static_cast<std::byte>(cast >> (8 * i));
       }
-      if (lane_column == 0) {
-        const int32_t bytes = ScaleBytes(quantize);
-        StoreValue(scales + column / kBlockColumns * bytes, scale.bits, bytes);
-      }
+      if (lane == 0) StoreScale(leaf, scales, block, scale);
     }
   }
 }
 
-// Casts a row of dtype T at `token` to `values` and `scales`, which are aligned to 16 bytes.
-template <typename T>
-__device__ void CastRow(const Leaf& leaf, int64_t token, std::byte* values,
-                                     std::byte* scales) {
-  using Storage = typename T::Storage;
-  const int32_t columns = leaf.columns;
-  const auto* from = reinterpret_cast<const Storage*>(leaf.tokens) + token * leaf.row_bytes;
-  const bool aligned = columns % kLaneColumns == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
-  for (int64_t line = 0; line < leaf.row_bytes; line += columns) {
-    if (aligned) {
-      CastLine<T, true>(leaf.quantize, from + line, columns, values + line, scales);
-    } else {
-      CastLine<T, false>(leaf.quantize, from + line, columns, values + line, scales);
-    }
-    scales += NumBlocks(columns) * ScaleBytes(leaf.quantize);
+template <typename T, typename Ring>
+__device__ void CastRow(Ring& ring, const Leaf& leaf, int64_t token, std::byte* values,
+                        std::byte* scales) {
+  const int64_t bytes = leaf.row_bytes * static_cast<int64_t>(sizeof(typename T::Storage));
+  const std::byte* const from = leaf.tokens + token * bytes;
+  const bool whole_blocks = leaf.columns % kBlockColumns == 0 || leaf.columns == leaf.row_bytes;
+  if (whole_blocks && (reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes)) % 16 == 0) {
+    CastVectors<T>(ring, leaf, from, values, scales);
+  } else {
+    CastBlocks<T>(leaf, from, values, scales);
   }
 }
 
-__device__ inline void CastRow(const Leaf& leaf, int64_t token, std::byte* values,
-                               std::byte* scales) {
+// Casts a token's row to `values` and `scales`, which are aligned to 16 bytes.
+template <typename Ring>
+__device__ void CastRow(Ring& ring, const Leaf& leaf, int64_t token, std::byte* values,
+                        std::byte* scales) {
   switch (leaf.dtype) {
-    case DType::kBF16: return CastRow<BF16>(leaf, token, values, scales);
-    case DType::kF16: return CastRow<F16>(leaf, token, values, scales);
-    default: return CastRow<F32>(leaf, token, values, scales);
+    case DType::kBF16: return CastRow<BF16>(ring, leaf, token, values, scales);
+    case DType::kF16: return CastRow<F16>(ring, leaf, token, values, scales);
+    default: return CastRow<F32>(ring, leaf, token, values, scales);
   }
 }
 

@@ -41,11 +41,6 @@ __device__ __forceinline__ uint64_t GlobalTimer() {
   return time;
 }
 
-// A barrier among `threads` threads of a block, which all pass the same id (1 to 15).
-__device__ __forceinline__ void NamedBarrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Row data is used once: keep it out of L1.
 __device__ __forceinline__ uint4 LoadStreaming(const uint4* address) {
   uint4 v;
