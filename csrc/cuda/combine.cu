@@ -6,18 +6,21 @@
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/publisher.cuh"
 #include "csrc/cuda/row_ring.cuh"
 #include "csrc/cuda/signal.cuh"
 #include "csrc/cuda/vector.cuh"
 
 // Every rank sums its rows for each token of the other ranks and pushes the partial sum into the
 // token's rank: one row a (token, rank) over the link. That rank adds up the partial sums, its own
-// among them, in rank order. Half of the warps push first; all reduce, token by token behind the
-// pushers of the other ranks.
+// among them, in rank order. Half of a block's warps push first; all reduce, token by token behind
+// the pushers of the other ranks.
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kMaxWarps = 16;
+constexpr int kPushQueue = 0;
+constexpr int kReduceQueue = 1;
 
 // A row that enters a sum. Two bits at the top of the address, which are otherwise zero, are marks.
 template <typename Acc>
@@ -218,9 +221,9 @@ __device__ const std::byte* LocalValue(const MoveArgs& args, int32_t slot, int32
   return args.values.rows + index * args.values.bytes;
 }
 
-// Sums this rank's rows for token `token` of rank `source` and puts them there.
+// Sums this rank's rows for token `token` of rank `source` and puts the sum there; false if it has none.
 template <typename Sums>
-__device__ void PushToken(const MoveArgs& args, Sums& sums, int32_t source, int32_t token) {
+__device__ bool PushToken(const MoveArgs& args, Sums& sums, int32_t source, int32_t token) {
   const Shape& shape = args.common.shape;
   const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
   Pairs slots;
@@ -228,7 +231,7 @@ __device__ void PushToken(const MoveArgs& args, Sums& sums, int32_t source, int3
     const int32_t k = half * 32 + threadIdx.x % 32;
     slots[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
   }
-  if (!__any_sync(~0u, slots[0] != kNoSlot || slots[1] != kNoSlot)) return;
+  if (!__any_sync(~0u, slots[0] != kNoSlot || slots[1] != kNoSlot)) return false;
   std::byte* const staged = StagedRow(args, source, args.common.workspace.rank, token);
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     const Leaf& leaf = args.leaves[i];
@@ -242,29 +245,8 @@ __device__ void PushToken(const MoveArgs& args, Sums& sums, int32_t source, int3
     CopyValue(staged + args.values.staging_offset + k * args.values.bytes,
               LocalValue(args, slots[half], k), args.values.bytes);
   }
+  return true;
 }
-
-// The partial sums that a block pushes, in the order in which it does: of its tokens, of each for all
-// other ranks in turn.
-struct PushOrder {
-  int32_t num_ranks;
-
-  __device__ uint32_t Total(int32_t max_tokens) const {
-    return BlockShare(max_tokens) * (num_ranks - 1);
-  }
-  __device__ int32_t Token(uint32_t number) const {
-    return blockIdx.x + number / (num_ranks - 1) * gridDim.x;
-  }
-  // The rank that gets it from `rank`.
-  __device__ int32_t Target(int32_t rank, uint32_t number) const {
-    return (rank + 1 + static_cast<int32_t>(number % (num_ranks - 1))) % num_ranks;
-  }
-  // How many there are when `rank` has got its sum for `token` from `peer`.
-  __device__ uint32_t Count(int32_t rank, int32_t peer, int32_t token) const {
-    const int32_t turn = (rank - peer + num_ranks) % num_ranks;
-    return token / gridDim.x * (num_ranks - 1) + turn;
-  }
-};
 
 // Adds up the partial sums of one of this rank's own tokens.
 template <typename Sums>
@@ -272,7 +254,6 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
                             int32_t token) {
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
-  const PushOrder order{shape.num_ranks};
   const int32_t lane = threadIdx.x % 32;
 
   // The rank of each pair that has a row (num_ranks where there is none), and this rank's own slots.
@@ -288,8 +269,7 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
     ranks[half] = slot != kNoSlot ? shape.rank_of_expert(expert) : shape.num_ranks;
     slots[half] = ranks[half] == workspace.rank ? slot : kNoSlot;
     if (ranks[half] != shape.num_ranks && ranks[half] != workspace.rank) {
-      good &= operation.WaitReady(ranks[half], token % gridDim.x,
-                                  order.Count(workspace.rank, ranks[half], token));
+      good &= operation.WaitReady(ranks[half], token);
     }
   }
   good = __all_sync(~0u, good);
@@ -374,18 +354,29 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   auto* const terms = reinterpret_cast<Term<Acc>*>(shared + num_warps * Ring::kSharedBytes);
   Sums<T, Ring> sums(args, shared + warp * Ring::kSharedBytes,
                      terms + warp * (shape.num_topk + shape.num_ranks));
-  const PushOrder order{shape.num_ranks};
-  const int32_t push_warps = num_warps / 2;
-  __shared__ Producers::Shared shared_producers;
-  Producers producers(&shared_producers, push_warps, order.Total(shape.max_tokens_per_rank));
-  if (warp < push_warps) {
-    producers.Produce(warp, [&](uint32_t number) {
-      PushToken(args, sums, order.Target(workspace.rank, number), order.Token(number));
-    });
-  } else if (warp == push_warps) {
-    producers.Publish(operation, workspace.rank);
+
+  // A push task is a partial sum: of each token of the other ranks, the ranks in turn.
+  const int32_t peers = shape.num_ranks - 1;
+  auto token_of = [&](int32_t task) { return task / peers; };
+  auto source_of = [&](int32_t task) {
+    return (workspace.rank + 1 + task % peers) % shape.num_ranks;
+  };
+  __shared__ Publisher::Shared shared_publisher;
+  Publisher publisher(&shared_publisher, num_warps - 1);
+  if (warp == num_warps - 1) {
+    publisher.Run([&](int32_t task) { operation.Ready(source_of(task), token_of(task)); });
+  } else {
+    // All push one, so that the others soon have something to reduce.
+    const uint32_t most = warp < num_warps / 2 ? ~0u : 1;
+    ForEachTask(
+        operation, kPushQueue, int64_t{peers} * shape.max_tokens_per_rank,
+        [&](int32_t task) {
+          if (PushToken(args, sums, source_of(task), token_of(task))) publisher.Finished(task);
+        },
+        most);
+    publisher.End();
   }
-  ForEachTask(operation, args.common.num_tokens,
+  ForEachTask(operation, kReduceQueue, args.common.num_tokens,
               [&](int32_t token) { ReduceToken(args, operation, sums, token); });
   operation.Leave();
 }

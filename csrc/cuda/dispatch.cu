@@ -5,6 +5,7 @@
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/mover.cuh"
+#include "csrc/cuda/publisher.cuh"
 #include "csrc/cuda/quantize.cuh"
 #include "csrc/cuda/row_ring.cuh"
 #include "csrc/cuda/signal.cuh"
@@ -16,14 +17,11 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kWarps = 16;
-// Of these the warps that stage, unless shared memory allows fewer. One publishes what they stage, and
-// the others pull from the start.
+// Of these the warps that stage to the end, unless shared memory allows fewer.
 constexpr int kStageWarps = 8;
 constexpr int kCastWarps = 12;
-
-// The block that stages a token, and how many it has staged when it has this one.
-__device__ int32_t StageBlock(int32_t token) { return token % static_cast<int32_t>(gridDim.x); }
-__device__ uint32_t StageCount(int32_t token) { return token / gridDim.x + 1; }
+constexpr int kStageQueue = 0;
+constexpr int kPullQueue = 1;
 
 // Puts one of this rank's tokens into its workspace.
 template <typename Ring, bool kCasts>
@@ -100,7 +98,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   bool good = true;
   if (!in_place) {
     if (lane == 0) {
-      good = operation.WaitReady(source, StageBlock(token), StageCount(token));
+      good = operation.WaitReady(source, token);
       ptx::FenceProxyAsync();
     }
     good = __shfl_sync(~0u, good, 0);
@@ -200,28 +198,44 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 
   const int32_t warp = threadIdx.x / 32;
   std::byte* const own_shared = shared + warp * kSharedBytesPerWarp<Mover, Ring>;
-  __shared__ Producers::Shared shared_producers;
-  // If leaves are cast, this rank's own rows are not those that it was given: it reads them, too, from
-  // where they are staged.
-  const bool stages = shape.num_ranks > 1 || kCasts;
-  Producers producers(&shared_producers, args.stage_warps,
-                      stages ? BlockShare(args.common.num_tokens) : 0);
+  if (shape.num_ranks > 1 || kCasts) {
+    __shared__ Publisher::Shared shared_publisher;
+    Publisher publisher(&shared_publisher, kWarps - 1);
+    if (warp == kWarps - 1) {
+      publisher.Run([&](int32_t token) {
+        for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
+          // If leaves are cast, this rank's own rows are not those that it was given, and it, too,
+          // reads them where they are staged.
+          if (kCasts || peer != workspace.rank) operation.Ready(peer, token);
+        }
+      });
+    } else if (warp < args.stage_warps || !kCasts) {
+      Ring ring(own_shared);  // only if kCasts is there memory for it, and use
+      // All that can stage one token, so that the others soon have something to pull.
+      ForEachTask(
+          operation, kStageQueue, args.common.num_tokens,
+          [&](int32_t token) {
+            StageToken<Ring, kCasts>(args, ring, token);
+            publisher.Finished(token);
+          },
+          warp < args.stage_warps ? ~0u : 1);
+      publisher.End();
+    } else {
+      publisher.End();
+    }
+  }
   if (warp < args.stage_warps) {
-    Ring ring(own_shared);  // only if kCasts is there memory for it, and use
-    producers.Produce(warp, [&](uint32_t number) {
-      StageToken<Ring, kCasts>(args, ring, blockIdx.x + number * gridDim.x);
-    });
     FillRows(args, args.stage_warps * 32, 0, [](int32_t source) { return source < 0; });
-  } else if (warp == args.stage_warps) {
-    producers.Publish(operation, kCasts ? -1 : workspace.rank);
   }
   // The tokens of all ranks in the order in which they become ready, the ranks in turn, beginning
   // after this one so that not all ranks pull from the same.
   Mover mover(own_shared);
-  ForEachTask(operation, int64_t{shape.num_ranks} * shape.max_tokens_per_rank, [&](int32_t task) {
-    const int32_t source = (workspace.rank + 1 + task % shape.num_ranks) % shape.num_ranks;
-    PullToken<Mover, kCasts>(args, operation, mover, source, task / shape.num_ranks);
-  });
+  ForEachTask(operation, kPullQueue, int64_t{shape.num_ranks} * shape.max_tokens_per_rank,
+              [&](int32_t task) {
+                const int32_t source =
+                    (workspace.rank + 1 + task % shape.num_ranks) % shape.num_ranks;
+                PullToken<Mover, kCasts>(args, operation, mover, source, task / shape.num_ranks);
+              });
   mover.Finish();
   operation.Leave();
 }

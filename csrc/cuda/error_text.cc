@@ -15,17 +15,15 @@ const char* OpName(int64_t op) {
   return "no operation";
 }
 
-constexpr int kOpShift = 8;  // in a tag
+constexpr int kOpShift = 28;  // in a tag
 
-// A word of signal.cuh: an operation's number, a tag that says which operation it is, and a count.
+// A word of signal.cuh: an operation's number, and a tag that says which operation it is.
 struct Signal {
-  explicit Signal(uint64_t word)
-      : epoch(word >> 32), tag(word >> 22 & 0x3ff), count(word & 0x3fffff) {}
+  explicit Signal(uint64_t word) : epoch(word >> 32), tag(word & 0xffffffff) {}
   std::string Op() const { return OpName(tag >> kOpShift); }
 
   uint64_t epoch;
   uint64_t tag;
-  uint64_t count;
 };
 
 std::string Number(uint64_t value) { return std::to_string(value); }
@@ -50,8 +48,7 @@ std::string Happened(const ErrorRecord& record, const std::string& waited) {
       const Signal expected(record.expected);
       const Signal seen(record.seen);
       return rank + waited + peer + "'s data (expected operation " + Number(expected.epoch) +
-             ", part " + Number(expected.count) + "; last seen " + seen.Op() + " as operation " +
-             Number(seen.epoch) + ", part " + Number(seen.count) + ")";
+             "; last seen " + seen.Op() + " as operation " + Number(seen.epoch) + ")";
     }
     case Phase::kBarrier:
       return rank + waited + "its own thread blocks (expected " + Number(record.expected) +

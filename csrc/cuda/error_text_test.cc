@@ -24,8 +24,8 @@ bool Says(const ErrorRecord& record, const std::string& part) {
          text.find("the Group must be closed") != std::string::npos;
 }
 
-uint64_t Word(uint64_t epoch, Op op, uint64_t count) {
-  return epoch << 32 | static_cast<uint64_t>(op) << 30 | count;
+uint64_t Word(uint64_t epoch, Op op, uint64_t site) {
+  return epoch << 32 | static_cast<uint64_t>(op) << 28 | site;
 }
 
 void TestTexts() {
@@ -34,14 +34,13 @@ void TestTexts() {
              "operation before (it has left operation 4, and this one is 7)"));
   CHECK(Says(Record(Op::kCombine, Phase::kReady, Word(7, Op::kCombine, 3),
                     Word(6, Op::kDispatch, 1)),
-             "for rank 5's data (expected operation 7, part 3; last seen dispatch as operation 6, "
-             "part 1)"));
+             "for rank 5's data (expected operation 7; last seen dispatch as operation 6)"));
   CHECK(Says(Record(Op::kCombine, Phase::kReady, Word(1, Op::kCombine, 3), 0),
              "last seen no operation as operation 0"));
   CHECK(Says(Record(Op::kDispatch, Phase::kBarrier, 64, 40), "expected 64 arrivals, seen 40"));
-  CHECK(Says(Record(Op::kDispatch, Phase::kMismatch, 0x201, 0x301),
+  CHECK(Says(Record(Op::kDispatch, Phase::kMismatch, 0x20000001, 0x30000001),
              "rank 2 runs dispatch while rank 5 runs combine"));
-  CHECK(Says(Record(Op::kDispatch, Phase::kMismatch, 0x201, 0x202),
+  CHECK(Says(Record(Op::kDispatch, Phase::kMismatch, 0x20000001, 0x20000002),
              "rank 2 runs dispatch while rank 5 runs another dispatch"));
   CHECK(Says(Record(Op::kPrepare, Phase::kPosition, 2, 3), "takes rank 2's device for rank 3"));
   CHECK(Says(Record(Op::kPrepare, Phase::kInput, 8, static_cast<uint64_t>(-2)),

@@ -93,7 +93,8 @@ __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
   }
   __syncthreads();
   for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
-    operation.Ready(peer, 1);
+    ptx::FenceSys();
+    operation.Ready(peer, blockIdx.x);
   }
 }
 
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   SendIndices(args, operation);
   Clear(args);
   for (int32_t i = threadIdx.x; i < shape.num_ranks * num_blocks; i += blockDim.x) {
-    operation.WaitReady(i / num_blocks, i % num_blocks, 1);
+    operation.WaitReady(i / num_blocks, i % num_blocks);
   }
   __syncthreads();
 

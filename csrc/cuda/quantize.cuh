@@ -39,11 +39,13 @@ __device__ __forceinline__ void StoreScale(const Leaf& leaf, std::byte* scales, 
 template <typename T, typename Ring>
 __device__ void CastVectors(Ring& ring, const Leaf& leaf, const std::byte* token,
                             std::byte* values, std::byte* scales) {
+  using Storage = typename T::Storage;
   constexpr int kElements = kVectorElements<T>;
-  constexpr int kGroup = kBlockColumns / kElements;  // lanes
+  constexpr int kAtOnce = 2;
+  constexpr int kGroup = kBlockColumns / kElements;      // lanes
+  constexpr int kVectors = kRingPieceBytes / (32 * 16);  // of a lane
   const int32_t lane = threadIdx.x % 32;
-  const uint32_t group = (kGroup == 32 ? ~0u : (1u << kGroup) - 1) << (lane / kGroup * kGroup);
-  const auto bytes = static_cast<int32_t>(leaf.row_bytes * sizeof(typename T::Storage));
+  const auto bytes = static_cast<int32_t>(leaf.row_bytes * sizeof(Storage));
   int32_t load_offset = 0;
   auto load_next = [&] {
     if (load_offset >= bytes) return ring.LoadNothing();
@@ -54,24 +56,40 @@ __device__ void CastVectors(Ring& ring, const Leaf& leaf, const std::byte* token
   for (int32_t offset = 0; offset < bytes; offset += kRingPieceBytes) {
     load_next();
     const auto* const piece = reinterpret_cast<const uint4*>(ring.Front());
+    for (int first = 0; first < kVectors; first += kAtOnce) {
+      // Step by step for some vectors together, so that they seldom wait for results.
+      const int32_t begin = offset + (first * 32 + lane) * 16;
+      float x[kAtOnce][kElements];
+      uint32_t magnitude[kAtOnce] = {};
+      BlockScale scale[kAtOnce];
 #pragma unroll
-    for (int v = 0; v < kRingPieceBytes / 512; ++v) {
-      const int32_t at = offset + (v * 32 + lane) * 16;
-      const bool inside = at < bytes;
-      const int32_t column = at / static_cast<int32_t>(sizeof(typename T::Storage));
-      float x[kElements];
-      Unpack<T>(piece[v * 32 + lane], x);
-      uint32_t magnitude = 0;
+      for (int v = 0; v < kAtOnce; ++v) {
+        Unpack<T>(piece[(first + v) * 32 + lane], x[v]);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) magnitude = max(magnitude, Magnitude(x[i]));
-      const BlockScale scale =
-          ScaleOf(leaf.quantize, __reduce_max_sync(group, inside ? magnitude : 0));
-      if (!inside) continue;
-#pragma unroll
-      for (int i = 0; i < kElements; i += 4) {
-        *reinterpret_cast<uint32_t*>(values + column + i) = CastFour(&x[i], scale.inverse);
+        for (int i = 0; i < kElements; ++i) magnitude[v] = max(magnitude[v], Magnitude(x[v][i]));
+        if (begin + v * 512 >= bytes) magnitude[v] = 0;
       }
-      if (lane % kGroup == 0) StoreScale(leaf, scales, column / kBlockColumns, scale);
+#pragma unroll
+      for (int delta = 1; delta < kGroup; delta *= 2) {
+#pragma unroll
+        for (int v = 0; v < kAtOnce; ++v) {
+          magnitude[v] = max(magnitude[v], __shfl_xor_sync(~0u, magnitude[v], delta));
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < kAtOnce; ++v) scale[v] = ScaleOf(leaf.quantize, magnitude[v]);
+#pragma unroll
+      for (int v = 0; v < kAtOnce; ++v) {
+        if (begin + v * 512 >= bytes) break;
+        const int32_t column = (begin + v * 512) / static_cast<int32_t>(sizeof(Storage));
+        const uint32_t low = CastFour(&x[v][0], scale[v].inverse);
+        if constexpr (kElements == 8) {
+          *reinterpret_cast<uint2*>(values + column) = {low, CastFour(&x[v][4], scale[v].inverse)};
+        } else {
+          *reinterpret_cast<uint32_t*>(values + column) = low;
+        }
+        if (lane % kGroup == 0) StoreScale(leaf, scales, column / kBlockColumns, scale[v]);
+      }
     }
     ring.Pop();
   }

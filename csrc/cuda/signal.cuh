@@ -11,25 +11,22 @@
 //
 // Operations of a group are numbered by `epoch`, which lives in device memory. An operation begins
 // when every peer has left the one before (`done`), so that all of the workspace is free; it ends
-// by telling the peers so. In between, `ready[peer][block]` counts what that block of the peer has
-// put in place in this epoch.
+// by telling the peers so. In between, `ready[peer][part]` says that the peer has put a part of its
+// data in place in this epoch.
 namespace jax_ep::cuda {
 
-// A signal word: epoch, what is being run, and a count.
+// A signal word: epoch, and what is being run.
 struct Signal {
-  static constexpr int kCountBits = 22;
-  static constexpr int kTagBits = 10;
+  static constexpr int kOpShift = 28;  // of the tag; below it is what the ranks must agree on
 
   uint32_t epoch;
   uint32_t tag;
-  uint32_t count;
 
   __device__ __forceinline__ uint64_t Encode() const {
-    return static_cast<uint64_t>(epoch) << 32 | tag << kCountBits | count;
+    return static_cast<uint64_t>(epoch) << 32 | tag;
   }
   static __device__ __forceinline__ Signal Decode(uint64_t word) {
-    const auto low = static_cast<uint32_t>(word);
-    return {static_cast<uint32_t>(word >> 32), low >> kCountBits, low & ((1u << kCountBits) - 1)};
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
   }
 };
 
@@ -40,8 +37,8 @@ class Operation {
       : workspace_(common.workspace),
         position_(common.position),
         op_(op),
-        tag_(static_cast<uint32_t>(op) << (Signal::kTagBits - 2) |
-             site % ((1u << (Signal::kTagBits - 2)) - 1)) {}
+        tag_(static_cast<uint32_t>(op) << Signal::kOpShift |
+             (site & ((1u << Signal::kOpShift) - 1))) {}
 
   __device__ __forceinline__ Control* Of(int32_t rank) const {
     return reinterpret_cast<Control*>(workspace_.base[rank]);
@@ -56,7 +53,7 @@ class Operation {
     const RankState& state = *workspace_.state;
     epoch_ = __ldcg(&state.epoch) + 1;
     if (__ldcg(&state.group) != workspace_.group) return false;  // the same for all threads
-    const uint64_t word = Signal{epoch_, tag_, 0}.Encode();
+    const uint64_t word = Signal{epoch_, tag_}.Encode();
     if (blockIdx.x == 0) {
       for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
         *reinterpret_cast<volatile uint64_t*>(&Of(peer)->running[workspace_.rank]) = word;
@@ -76,28 +73,22 @@ class Operation {
     return __syncthreads_and(good);
   }
 
-  // Tells `peer` that this block has put `count` things in place for it. What the calling thread has
-  // seen written, by itself or through a barrier, is visible to whoever sees the count. Where there
-  // is traffic this takes 5 to 10 us: see Producers.
-  __device__ __forceinline__ void Ready(int32_t peer, uint32_t count) const {
-    ptx::FenceSys();
-    ptx::StoreReleaseSys(&Of(peer)->ready[workspace_.rank][blockIdx.x],
-                         Signal{epoch_, tag_, count}.Encode());
+  // Tells `peer` that a part is in place for it: what the calling thread has seen written before its
+  // last FenceSys.
+  __device__ __forceinline__ void Ready(int32_t peer, int64_t part) const {
+    ptx::StoreRelaxedSys(ReadyWord(peer, workspace_.rank, part), Signal{epoch_, tag_}.Encode());
   }
 
-  // Waits for that count from block `block` of `peer`; false if it must not be believed.
-  __device__ __forceinline__ bool WaitReady(int32_t peer, int32_t block, uint32_t count) {
-    return WaitUntil(Phase::kReady, peer, Signal{epoch_, tag_, count}.Encode(),
-                     &Own()->ready[peer][block], [&](uint64_t word) {
-                       const Signal seen = Signal::Decode(word);
-                       return seen.epoch == epoch_ && seen.tag == tag_ && seen.count >= count;
-                     });
+  // Waits for a part of `peer`; false if it must not be believed.
+  __device__ __forceinline__ bool WaitReady(int32_t peer, int64_t part) {
+    const uint64_t expected = Signal{epoch_, tag_}.Encode();
+    return WaitUntil(Phase::kReady, peer, expected, ReadyWord(workspace_.rank, peer, part),
+                     [expected](uint64_t word) { return word == expected; });
   }
 
-  // The next of this operation's tasks, from 0. Who takes which decides nothing but when the work is
-  // done.
-  __device__ __forceinline__ uint32_t TakeTask() const {
-    return atomicAdd(&workspace_.state->tasks, 1);
+  // The next task of a queue, from 0. Who takes which decides nothing but when the work is done.
+  __device__ __forceinline__ uint32_t TakeTask(int queue) const {
+    return atomicAdd(&workspace_.state->tasks[queue], 1);
   }
 
   // Waits for all blocks of this grid. All threads of the block call it.
@@ -127,7 +118,7 @@ class Operation {
       last = ptx::AddAcqRelGpu(&state->blocks_ended, 1) + 1 == gridDim.x;
       if (last) {
         state->blocks_ended = 0;
-        state->tasks = 0;
+        state->tasks[0] = state->tasks[1] = 0;
         state->epoch = epoch_;
       }
     }
@@ -135,7 +126,7 @@ class Operation {
     if (!last) return;
     for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
       ptx::FenceSys();
-      ptx::StoreReleaseSys(&Of(peer)->done[workspace_.rank], Signal{epoch_, tag_, 0}.Encode());
+      ptx::StoreRelaxedSys(&Of(peer)->done[workspace_.rank], Signal{epoch_, tag_}.Encode());
     }
   }
 
@@ -167,6 +158,13 @@ class Operation {
   }
 
  private:
+  // The word by which `from` tells `to` of a part.
+  __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int64_t part) const {
+    const WorkspaceLayout& layout = workspace_.layout;
+    return reinterpret_cast<uint64_t*>(workspace_.base[to] + layout.ready_offset()) +
+           from * layout.ready_parts() + part;
+  }
+
   __device__ __forceinline__ bool Expired(uint64_t start) {
     return ptx::GlobalTimer() - start > workspace_.timeout_ns || Failed();
   }
@@ -199,74 +197,16 @@ class Operation {
   uint32_t epoch_ = 0;
 };
 
-// Warps of a block that put things in place for other ranks, and the one warp that tells those: it
-// pays for the fences, which would otherwise take most of the producers' time. The block's things
-// are numbered; warp w of n makes the numbers w, w + n, ...
-class Producers {
- public:
-  static constexpr int kMaxWarps = 16;
-  struct Shared {
-    uint32_t finished[kMaxWarps];  // numbers by each warp
-  };
-
-  // All threads of the block call this together, with the same `shared`.
-  __device__ Producers(Shared* shared, int num_warps, uint32_t total)
-      : finished_(shared->finished), num_warps_(num_warps), total_(total) {
-    if (threadIdx.x < kMaxWarps) finished_[threadIdx.x] = 0;
-    __syncthreads();
-  }
-
-  // By producer warp `warp`: calls `make` with each of its numbers.
-  template <typename Make>
-  __device__ __forceinline__ void Produce(int warp, Make make) {
-    uint32_t finished = 0;
-    for (uint32_t number = warp; number < total_; number += num_warps_) {
-      make(number);
-      __syncwarp();
-      if (threadIdx.x % 32 != 0) continue;
-      __threadfence_block();
-      *const_cast<volatile uint32_t*>(&finished_[warp]) = ++finished;
-    }
-  }
-
-  // By the publishing warp: tells all ranks, or all but this one, as numbers are finished, how many
-  // there are without a gap.
-  __device__ __forceinline__ void Publish(const Operation& operation, int32_t except) {
-    const uint32_t lane = threadIdx.x % 32;
-    for (uint32_t published = 0; published < total_;) {
-      uint32_t next = total_;
-      if (lane < num_warps_) {
-        next = *const_cast<volatile uint32_t*>(&finished_[lane]) * num_warps_ + lane;
-      }
-      next = min(total_, __reduce_min_sync(~0u, next));
-      if (next == published) {
-        __nanosleep(100);
-        continue;
-      }
-      __syncwarp();
-      for (int32_t peer = lane; peer < operation.num_ranks(); peer += 32) {
-        if (peer != except) operation.Ready(peer, next);
-      }
-      published = next;
-    }
-  }
-
- private:
-  uint32_t* const finished_;
-  const uint32_t num_warps_;
-  const uint32_t total_;
-};
-
-// How many of `count` things, given out to blocks in turn, this block has.
-__device__ __forceinline__ uint32_t BlockShare(int32_t count) {
-  const auto block = static_cast<int32_t>(blockIdx.x);
-  return count <= block ? 0 : (count - block - 1) / static_cast<int32_t>(gridDim.x) + 1;
-}
-
-// Calls `work` with those of an operation's `count` tasks that this warp gets to take.
+// Calls `work` with those of a queue's `count` tasks that this warp gets to take, `most` at most.
 template <typename Work>
-__device__ __forceinline__ void ForEachTask(const Operation& operation, int64_t count, Work work) {
-  auto take = [&] { return threadIdx.x % 32 == 0 ? operation.TakeTask() : 0; };
+__device__ __forceinline__ void ForEachTask(const Operation& operation, int queue, int64_t count,
+                                            Work work, uint32_t most = ~0u) {
+  uint32_t taken = 0;
+  auto take = [&]() -> uint32_t {
+    if (taken == most) return ~0u;
+    ++taken;
+    return threadIdx.x % 32 == 0 ? operation.TakeTask(queue) : 0;
+  };
   uint32_t task = __shfl_sync(~0u, take(), 0);
   while (task < count) {
     const uint32_t next = take();  // arrives while this one is worked on

@@ -45,14 +45,13 @@ struct alignas(128) RankState {
   uint32_t blocks_ended;  // of the operation in flight
   uint32_t barrier;       // arrivals at grid barriers, ever
   uint32_t reported;      // the error record is taken
-  uint32_t tasks;         // given out so far, in the operation in flight
+  uint32_t tasks[2];      // given out so far of each queue, in the operation in flight
 };
 
 // The start of every rank's workspace, written by the peers. Zero when the group is created.
 struct Control {
   uint64_t running[kMaxRanks];  // signal words (signal.cuh): what the peer has begun last
   uint64_t done[kMaxRanks];     // what the peer has ended last
-  uint64_t ready[kMaxRanks][kMaxBlocks];  // how much each block of the peer has put in place
   int32_t num_tokens[kMaxRanks];  // that the peer has in the handle being made
   uint32_t failed;                // 1 + a rank that gave up
 };
@@ -67,8 +66,17 @@ struct WorkspaceLayout {
 
   static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+  // Signal words [R, ready_parts]: what each peer has put in place, by block in prepare and by token
+  // in the others.
+  JAX_EP_HOST_DEVICE int64_t ready_offset() const { return RoundUp(sizeof(Control)); }
+  JAX_EP_HOST_DEVICE int64_t ready_parts() const {
+    return max_tokens_per_rank > kMaxBlocks ? max_tokens_per_rank : kMaxBlocks;
+  }
+  JAX_EP_HOST_DEVICE int64_t ready_bytes() const {
+    return RoundUp(int64_t{8} * num_ranks * ready_parts());
+  }
   // Everyone's topk_idx, int32 [R, max_tokens_per_rank, K].
-  JAX_EP_HOST_DEVICE int64_t topk_offset() const { return RoundUp(sizeof(Control)); }
+  JAX_EP_HOST_DEVICE int64_t topk_offset() const { return ready_offset() + ready_bytes(); }
   JAX_EP_HOST_DEVICE int64_t topk_bytes() const {
     return RoundUp(int64_t{4} * num_ranks * max_tokens_per_rank * num_topk);
   }

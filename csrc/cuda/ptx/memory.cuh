@@ -6,9 +6,9 @@
 // Memory ordering and timing that CUDA C++ has no short words for. All inline PTX is in this folder.
 namespace jax_ep::cuda::ptx {
 
-// Publishes everything that happened before, to all GPUs and the host.
-__device__ __forceinline__ void StoreReleaseSys(uint64_t* address, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+// Seen by all GPUs and the host; publishes what happened before a FenceSys that came before it.
+__device__ __forceinline__ void StoreRelaxedSys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint64_t LoadAcquireSys(const uint64_t* address) {

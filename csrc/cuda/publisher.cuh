@@ -1,0 +1,80 @@
+#ifndef JAX_EP_CSRC_CUDA_PUBLISHER_CUH_
+#define JAX_EP_CSRC_CUDA_PUBLISHER_CUH_
+
+#include <cstdint>
+
+#include "csrc/cuda/ptx/memory.cuh"
+
+// Some warps of a block put things in place for other ranks, and one warp tells those. It alone waits
+// for fences at system scope: they take 5 to 10 us where there is traffic, which would be most of the
+// producers' time.
+namespace jax_ep::cuda {
+
+class Publisher {
+ public:
+  struct Shared {
+    int32_t queue[32];   // 1 + what is finished and not yet published; 0 where nothing is
+    uint32_t tail;       // of the queue: finished so far
+    uint32_t producers;  // warps that may still finish things
+  };
+
+  // All threads of the block call this together.
+  __device__ Publisher(Shared* shared, uint32_t num_producers) : shared_(shared) {
+    if (threadIdx.x < 32) shared->queue[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+      shared->tail = 0;
+      shared->producers = num_producers;
+    }
+    __syncthreads();
+  }
+
+  // By a producer warp: `thing` is in place.
+  __device__ __forceinline__ void Finished(int32_t thing) {
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    __threadfence_block();
+    volatile int32_t* const place = &shared_->queue[atomicAdd(&shared_->tail, 1) % 32];
+    while (*place != 0) __nanosleep(100);  // the publisher is 32 things behind
+    *place = thing + 1;
+  }
+
+  // By a producer warp that has finished all of its things.
+  __device__ __forceinline__ void End() {
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    __threadfence_block();
+    atomicSub(&shared_->producers, 1);
+  }
+
+  // By the publishing warp, until all producers have ended: calls `tell(thing)` on one lane for each.
+  // What its producer had written is visible to whoever sees a word stored there.
+  template <typename Tell>
+  __device__ __forceinline__ void Run(Tell tell) {
+    const uint32_t lane = threadIdx.x % 32;
+    for (uint32_t head = 0;;) {
+      const uint32_t producers = *const_cast<volatile uint32_t*>(&shared_->producers);
+      __threadfence_block();
+      volatile int32_t* const place = &shared_->queue[(head + lane) % 32];
+      const int32_t thing = *place - 1;
+      const uint32_t finished = __ballot_sync(~0u, thing >= 0);
+      const uint32_t count = finished == ~0u ? 32 : __ffs(~finished) - 1;
+      if (count == 0) {
+        if (__shfl_sync(~0u, producers, 0) == 0) return;
+        __nanosleep(100);
+        continue;
+      }
+      if (lane < count) *place = 0;
+      ptx::FenceSys();
+      if (lane < count) tell(thing);
+      head += count;
+      __syncwarp();
+    }
+  }
+
+ private:
+  Shared* const shared_;
+};
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_CSRC_CUDA_PUBLISHER_CUH_
