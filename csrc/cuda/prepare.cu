@@ -12,21 +12,23 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kPrepareBlocks = 32;
-constexpr int kMaxWarps = 16;
+constexpr int kMaxWarps = 32;
 // Loads of a lane that are under way together.
-constexpr int kUnroll = 4;
+constexpr int kPairsAtOnce = 2;
+constexpr int kTopkAtOnce = 4;
 
 // What is sorted by: the expert, or in layout rank the rank.
 JAX_EP_HOST_DEVICE int32_t NumKeys(const Shape& shape) {
   return shape.layout == Layout::kRank ? shape.num_ranks : shape.num_experts;
 }
 
-// All ranks' indices, as they were sent to this one.
+// All ranks' indices, as they are sent to this one.
 class Indices {
  public:
-  __device__ Indices(const PrepareArgs& args, const int32_t* first_token)
+  __device__ Indices(const PrepareArgs& args, Operation& operation, const int32_t* first_token)
       : shape_(args.common.shape),
-        topk_(reinterpret_cast<const int32_t*>(
+        operation_(operation),
+        words_(reinterpret_cast<const uint64_t*>(
             args.common.workspace.base[args.common.workspace.rank] +
             args.common.workspace.layout.topk_offset())),
         first_token_(first_token) {}
@@ -44,23 +46,31 @@ class Indices {
            source.k;
   }
 
-  __device__ int32_t Expert(const Source& source) const { return __ldcg(topk_ + Entry(source)); }
+  // A pair's expert, in two steps, so that several loads can be under way together.
+  __device__ uint64_t Load(const Source& source) const {
+    return ptx::LoadRelaxedSys(words_ + Entry(source));
+  }
+  __device__ int32_t Expert(const Source& source, uint64_t loaded) const {
+    int32_t expert;
+    return operation_.WaitWord(source.rank, words_ + Entry(source), loaded, &expert) ? expert : -1;
+  }
 
  private:
   const Shape& shape_;
-  const int32_t* topk_;
+  Operation& operation_;
+  const uint64_t* words_;
   const int32_t* first_token_;
 };
 
-// This rank's index, or -1 where it names no expert.
-__device__ int32_t Checked(const PrepareArgs& args, Operation& operation, int32_t expert) {
+// The word for one of this rank's indices: -1 where it names no expert.
+__device__ uint64_t Checked(const PrepareArgs& args, Operation& operation, int32_t expert) {
   const int32_t num_experts = args.common.shape.num_experts;
-  if (expert >= -1 && expert < num_experts) return expert;
+  if (expert >= -1 && expert < num_experts) return operation.Word(expert);
   operation.Fail(Phase::kInput, args.common.workspace.rank, num_experts, expert);
-  return -1;
+  return operation.Word(-1);
 }
 
-// Sends this rank's indices to every rank.
+// Sends this rank's indices, and how many tokens it has, to every rank.
 __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
@@ -68,33 +78,31 @@ __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
   const int64_t mine = int64_t{workspace.rank} * shape.max_tokens_per_rank * shape.num_topk;
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
-  auto topk = [&](int32_t peer) {
-    return reinterpret_cast<int32_t*>(workspace.base[peer] + workspace.layout.topk_offset()) + mine;
-  };
-  // By four, as far as all addresses allow it.
-  const bool aligned = (reinterpret_cast<uintptr_t>(args.topk_idx) / 4 | mine) % 4 == 0;
-  const int64_t num_quads = aligned ? num_pairs / 4 : 0;
-  for (int64_t i = thread; i < num_quads; i += num_threads) {
-    int4 experts = reinterpret_cast<const int4*>(args.topk_idx)[i];
-    experts = {Checked(args, operation, experts.x), Checked(args, operation, experts.y),
-               Checked(args, operation, experts.z), Checked(args, operation, experts.w)};
-    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      reinterpret_cast<int4*>(topk(peer))[i] = experts;
-    }
-  }
-  for (int64_t i = num_quads * 4 + thread; i < num_pairs; i += num_threads) {
-    const int32_t expert = Checked(args, operation, args.topk_idx[i]);
-    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) topk(peer)[i] = expert;
-  }
   if (blockIdx.x == 0) {
     for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
-      operation.Of(peer)->num_tokens[workspace.rank] = args.common.num_tokens;
+      ptx::StoreRelaxedSys(&operation.Of(peer)->num_tokens[workspace.rank],
+                           operation.Word(args.common.num_tokens));
     }
   }
-  __syncthreads();
-  for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
-    ptx::FenceSys();
-    operation.Ready(peer, blockIdx.x);
+  auto words = [&](int32_t peer) {
+    return reinterpret_cast<uint64_t*>(workspace.base[peer] + workspace.layout.topk_offset()) + mine;
+  };
+  // By two, as far as all addresses allow it.
+  const bool aligned = (reinterpret_cast<uintptr_t>(args.topk_idx) / 4 | mine) % 2 == 0;
+  const int64_t num_twos = aligned ? num_pairs / 2 : 0;
+  for (int64_t i = thread; i < num_twos; i += num_threads) {
+    const int2 experts = reinterpret_cast<const int2*>(args.topk_idx)[i];
+    const ulonglong2 both = {Checked(args, operation, experts.x),
+                             Checked(args, operation, experts.y)};
+    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      ptx::StoreRelaxedSys(reinterpret_cast<ulonglong2*>(words(peer)) + i, both);
+    }
+  }
+  for (int64_t i = num_twos * 2 + thread; i < num_pairs; i += num_threads) {
+    const uint64_t word = Checked(args, operation, args.topk_idx[i]);
+    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      ptx::StoreRelaxedSys(words(peer) + i, word);
+    }
   }
 }
 
@@ -218,21 +226,25 @@ class PairSort {
                                  const Share& share, Visit visit) {
     const int32_t num_topk = args.common.shape.num_topk;
     const int32_t end = share.end * num_topk;
-    for (int32_t base = share.begin * num_topk; base < end; base += 32 * kUnroll) {
-      Source sources[kUnroll];
-      int32_t experts[kUnroll];
+    for (int32_t base = share.begin * num_topk; base < end; base += 32 * kPairsAtOnce) {
+      Source sources[kPairsAtOnce];
+      uint64_t words[kPairsAtOnce];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
+      for (int u = 0; u < kPairsAtOnce; ++u) {
         const int32_t index = base + u * 32 + static_cast<int32_t>(threadIdx.x % 32);
         sources[u] = {-1, 0, 0};
-        experts[u] = -1;
         if (index >= end) continue;
         sources[u] = indices.Find(index / num_topk, share.rank);
         sources[u].k = index % num_topk;
-        experts[u] = indices.Expert(sources[u]);
+        words[u] = indices.Load(sources[u]);
       }
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) visit(sources[u], experts[u]);
+      for (int u = 0; u < kPairsAtOnce; ++u) {
+        if (base + u * 32 >= end) break;
+        const int32_t expert = sources[u].rank < 0 ? -1 : indices.Expert(sources[u], words[u]);
+        __syncwarp();
+        visit(sources[u], expert);
+      }
     }
   }
 };
@@ -297,17 +309,19 @@ class TokenSort {
                                      Source source, Visit visit) {
     const int32_t num_topk = args.common.shape.num_topk;
     if (source.rank < 0) return;
-    for (int32_t base = 0; base < num_topk; base += 2 * kUnroll) {
-      int32_t experts[2 * kUnroll];
+    for (int32_t base = 0; base < num_topk; base += kTopkAtOnce) {
+      uint64_t words[kTopkAtOnce];
 #pragma unroll
-      for (int u = 0; u < 2 * kUnroll; ++u) {
+      for (int u = 0; u < kTopkAtOnce; ++u) {
         source.k = base + u;
-        experts[u] = source.k < num_topk ? indices.Expert(source) : -1;
+        if (source.k < num_topk) words[u] = indices.Load(source);
       }
 #pragma unroll
-      for (int u = 0; u < 2 * kUnroll; ++u) {
+      for (int u = 0; u < kTopkAtOnce; ++u) {
         source.k = base + u;
-        if (experts[u] >= 0) visit(source, experts[u]);
+        if (source.k >= num_topk) break;
+        const int32_t expert = indices.Expert(source, words[u]);
+        if (expert >= 0) visit(source, expert);
       }
     }
   }
@@ -343,7 +357,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   const Shape& shape = args.common.shape;
   const int32_t warp = threadIdx.x / 32;
   const int32_t num_warps = blockDim.x / 32;
-  const int32_t num_blocks = gridDim.x;  // the same on all ranks
+  const int32_t num_blocks = gridDim.x;
   const bool by_rank = shape.layout == Layout::kRank;
   const uint32_t site = static_cast<uint32_t>(shape.layout) +
                         static_cast<uint32_t>(shape.capacity) * 5 +
@@ -353,30 +367,26 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
 
   SendIndices(args, operation);
   Clear(args);
-  for (int32_t i = threadIdx.x; i < shape.num_ranks * num_blocks; i += blockDim.x) {
-    operation.WaitReady(i / num_blocks, i % num_blocks);
-  }
-  __syncthreads();
 
-  // first_token[r] is the first of rank r's tokens among all. After a failure nothing is meant by
-  // them: the operation only has to end.
+  // first_token[r] is the first of rank r's tokens among all.
   __shared__ int32_t first_token[kMaxRanks + 1];
-  __shared__ bool failed;
-  if (threadIdx.x + 1 == blockDim.x) failed = operation.Failed();
   for (int32_t rank = threadIdx.x; rank < shape.num_ranks; rank += blockDim.x) {
-    first_token[rank + 1] = __ldcg(&operation.Own()->num_tokens[rank]);
+    const uint64_t* const word = &operation.Own()->num_tokens[rank];
+    int32_t num_tokens;
+    const bool came = operation.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
+    first_token[rank + 1] = came ? num_tokens : 0;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
     first_token[0] = 0;
     for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
-      first_token[rank + 1] = failed ? 0 : first_token[rank] + first_token[rank + 1];
+      first_token[rank + 1] += first_token[rank];
     }
   }
   __syncthreads();
 
   // Each warp takes consecutive tokens and counts what it has of each key.
-  const Indices indices(args, first_token);
+  const Indices indices(args, operation, first_token);
   const int32_t num_keys = NumKeys(shape);
   const int32_t num_tokens = first_token[shape.num_ranks];
   const int32_t per_warp = (num_tokens + num_warps * num_blocks - 1) / (num_warps * num_blocks);

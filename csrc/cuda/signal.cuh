@@ -11,8 +11,8 @@
 //
 // Operations of a group are numbered by `epoch`, which lives in device memory. An operation begins
 // when every peer has left the one before (`done`), so that all of the workspace is free; it ends
-// by telling the peers so. In between, `ready[peer][part]` says that the peer has put a part of its
-// data in place in this epoch.
+// by telling the peers so. In between, `ready[peer][token]` says that the peer has put what it owes for
+// the token in place in this epoch.
 namespace jax_ep::cuda {
 
 // A signal word: epoch, and what is being run.
@@ -73,17 +73,37 @@ class Operation {
     return __syncthreads_and(good);
   }
 
-  // Tells `peer` that a part is in place for it: what the calling thread has seen written before its
-  // last FenceSys.
-  __device__ __forceinline__ void Ready(int32_t peer, int64_t part) const {
-    ptx::StoreRelaxedSys(ReadyWord(peer, workspace_.rank, part), Signal{epoch_, tag_}.Encode());
+  // Tells `peer` that what this rank owes it for a token is in place: what the calling thread has
+  // seen written before its last FenceSys.
+  __device__ __forceinline__ void Ready(int32_t peer, int32_t token) const {
+    ptx::StoreRelaxedSys(ReadyWord(peer, workspace_.rank, token), Signal{epoch_, tag_}.Encode());
   }
 
-  // Waits for a part of `peer`; false if it must not be believed.
-  __device__ __forceinline__ bool WaitReady(int32_t peer, int64_t part) {
+  // Waits for that of `peer`; false if it must not be believed.
+  __device__ __forceinline__ bool WaitReady(int32_t peer, int32_t token) {
     const uint64_t expected = Signal{epoch_, tag_}.Encode();
-    return WaitUntil(Phase::kReady, peer, expected, ReadyWord(workspace_.rank, peer, part),
+    return WaitUntil(Phase::kReady, peer, expected, ReadyWord(workspace_.rank, peer, token),
                      [expected](uint64_t word) { return word == expected; });
+  }
+
+  // A word that says by itself that it is of this operation, so that it needs neither a fence nor a
+  // signal: epoch and value.
+  __device__ __forceinline__ uint64_t Word(int32_t value) const {
+    return Signal{epoch_, static_cast<uint32_t>(value)}.Encode();
+  }
+
+  // The value of a word that `peer` writes; `seen` is what it was a moment ago. False if it must not be
+  // believed.
+  __device__ __forceinline__ bool WaitWord(int32_t peer, const uint64_t* word, uint64_t seen,
+                                           int32_t* value) {
+    const bool came = Signal::Decode(seen).epoch == epoch_ ||
+                      WaitUntil(Phase::kReady, peer, Signal{epoch_, tag_}.Encode(), word,
+                                [&](uint64_t now) {
+                                  seen = now;
+                                  return Signal::Decode(now).epoch == epoch_;
+                                });
+    *value = static_cast<int32_t>(Signal::Decode(seen).tag);
+    return came;
   }
 
   // The next task of a queue, from 0. Who takes which decides nothing but when the work is done.
@@ -158,11 +178,11 @@ class Operation {
   }
 
  private:
-  // The word by which `from` tells `to` of a part.
-  __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int64_t part) const {
+  // The word by which `from` tells `to` of a token.
+  __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int32_t token) const {
     const WorkspaceLayout& layout = workspace_.layout;
     return reinterpret_cast<uint64_t*>(workspace_.base[to] + layout.ready_offset()) +
-           from * layout.ready_parts() + part;
+           int64_t{from} * layout.max_tokens_per_rank + token;
   }
 
   __device__ __forceinline__ bool Expired(uint64_t start) {

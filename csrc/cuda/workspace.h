@@ -50,10 +50,10 @@ struct alignas(128) RankState {
 
 // The start of every rank's workspace, written by the peers. Zero when the group is created.
 struct Control {
-  uint64_t running[kMaxRanks];  // signal words (signal.cuh): what the peer has begun last
-  uint64_t done[kMaxRanks];     // what the peer has ended last
-  int32_t num_tokens[kMaxRanks];  // that the peer has in the handle being made
-  uint32_t failed;                // 1 + a rank that gave up
+  uint64_t running[kMaxRanks];     // signal words (signal.cuh): what the peer has begun last
+  uint64_t done[kMaxRanks];        // what the peer has ended last
+  uint64_t num_tokens[kMaxRanks];  // words: of the peer in the handle being made
+  uint32_t failed;                 // 1 + a rank that gave up
 };
 
 // Sizes that all ranks agree on, and what follows from them.
@@ -66,19 +66,15 @@ struct WorkspaceLayout {
 
   static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-  // Signal words [R, ready_parts]: what each peer has put in place, by block in prepare and by token
-  // in the others.
+  // Signal words [R, max_tokens_per_rank]: the tokens of which each peer has put something in place.
   JAX_EP_HOST_DEVICE int64_t ready_offset() const { return RoundUp(sizeof(Control)); }
-  JAX_EP_HOST_DEVICE int64_t ready_parts() const {
-    return max_tokens_per_rank > kMaxBlocks ? max_tokens_per_rank : kMaxBlocks;
-  }
   JAX_EP_HOST_DEVICE int64_t ready_bytes() const {
-    return RoundUp(int64_t{8} * num_ranks * ready_parts());
+    return RoundUp(int64_t{8} * num_ranks * max_tokens_per_rank);
   }
-  // Everyone's topk_idx, int32 [R, max_tokens_per_rank, K].
+  // Everyone's topk_idx, as words [R, max_tokens_per_rank, K].
   JAX_EP_HOST_DEVICE int64_t topk_offset() const { return ready_offset() + ready_bytes(); }
   JAX_EP_HOST_DEVICE int64_t topk_bytes() const {
-    return RoundUp(int64_t{4} * num_ranks * max_tokens_per_rank * num_topk);
+    return RoundUp(int64_t{8} * num_ranks * max_tokens_per_rank * num_topk);
   }
   // Per-block counts of prepare, int32 [kMaxBlocks, E].
   JAX_EP_HOST_DEVICE int64_t counts_offset() const { return topk_offset() + topk_bytes(); }

@@ -11,6 +11,18 @@ __device__ __forceinline__ void StoreRelaxedSys(uint64_t* address, uint64_t valu
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+__device__ __forceinline__ void StoreRelaxedSys(ulonglong2* address, const ulonglong2& values) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(values.x),
+               "l"(values.y)
+               : "memory");
+}
+
+__device__ __forceinline__ uint64_t LoadRelaxedSys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint64_t LoadAcquireSys(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
