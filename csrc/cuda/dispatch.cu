@@ -102,6 +102,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
       ptx::FenceProxyAsync();
     }
     good = __shfl_sync(~0u, good, 0);
+    __syncwarp();  // what lane 0 has seen, all may read
   }
 
   // The values arrive while the rows are moved.

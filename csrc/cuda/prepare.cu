@@ -12,10 +12,10 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kPrepareBlocks = 32;
-constexpr int kMaxWarps = 32;
+constexpr int kMaxWarps = 16;
 // Loads of a lane that are under way together.
-constexpr int kPairsAtOnce = 2;
-constexpr int kTopkAtOnce = 4;
+constexpr int kPairsAtOnce = 4;
+constexpr int kTopkAtOnce = 8;
 
 // What is sorted by: the expert, or in layout rank the rank.
 JAX_EP_HOST_DEVICE int32_t NumKeys(const Shape& shape) {
@@ -187,66 +187,82 @@ JAX_EP_HOST_DEVICE int32_t WarpInts(const Shape& shape) {
 // Layouts expert and padded: the pairs, sorted by expert. A lane stands for a pair.
 class PairSort {
  public:
-  __device__ static void Count(const PrepareArgs& args, const Indices& indices,
-                               const Share& share) {
-    ForEach(args, indices, share, [&](const Source&, int32_t expert) {
-      if (expert >= 0) atomicAdd(&share.counters[expert], 1);
+  __device__ PairSort(const PrepareArgs& args, const Indices& indices, const Share& share)
+      : args_(args), indices_(indices), share_(share) {}
+
+  __device__ void Count() {
+    ForEach([&](const Source&, int32_t expert) {
+      if (expert >= 0) atomicAdd(&share_.counters[expert], 1);
     });
   }
 
-  __device__ static void Place(const PrepareArgs& args, const Indices& indices,
-                               const Share& share, const int32_t* offsets) {
-    const Shape& shape = args.common.shape;
-    const int32_t rank = args.common.workspace.rank;
+  __device__ void Place(const int32_t* offsets) {
+    const Shape& shape = args_.common.shape;
+    const int32_t rank = args_.common.workspace.rank;
     const int32_t lane = threadIdx.x % 32;
-    ForEach(args, indices, share, [&](const Source& source, int32_t expert) {
+    ForEach([&](const Source& source, int32_t expert) {
       const uint32_t same = __match_any_sync(~0u, expert);
       int32_t position = 0;
-      if (expert >= 0) position = share.counters[expert] + __popc(same & ((1u << lane) - 1));
+      if (expert >= 0) position = share_.counters[expert] + __popc(same & ((1u << lane) - 1));
       __syncwarp();
-      if (expert >= 0 && lane == 31 - __clz(same)) share.counters[expert] += __popc(same);
+      if (expert >= 0 && lane == 31 - __clz(same)) share_.counters[expert] += __popc(same);
       __syncwarp();
       if (expert < 0) return;
       const int32_t slot =
           PairSlot(shape, expert % shape.num_local_experts(), offsets[expert], position);
       if (slot == kNoSlot) return;
       if (source.rank == rank) {
-        args.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
+        args_.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
       }
       if (shape.rank_of_expert(expert) != rank) return;
-      args.row_source[slot] = EncodeSource(shape, source);
-      args.recv_slots[indices.Entry(source)] = slot;
+      args_.row_source[slot] = EncodeSource(shape, source);
+      args_.recv_slots[indices_.Entry(source)] = slot;
     });
   }
 
  private:
-  // Calls `visit` with 32 pairs at a time; lanes without one get expert -1.
+  // Calls `visit` with 32 pairs at a time; lanes without one get expert -1. A share of one batch is
+  // loaded once for both passes.
   template <typename Visit>
-  __device__ static void ForEach(const PrepareArgs& args, const Indices& indices,
-                                 const Share& share, Visit visit) {
-    const int32_t num_topk = args.common.shape.num_topk;
-    const int32_t end = share.end * num_topk;
-    for (int32_t base = share.begin * num_topk; base < end; base += 32 * kPairsAtOnce) {
-      Source sources[kPairsAtOnce];
-      uint64_t words[kPairsAtOnce];
+  __device__ void ForEach(Visit visit) {
+    const int32_t num_topk = args_.common.shape.num_topk;
+    const int32_t end = share_.end * num_topk;
+    for (int32_t base = share_.begin * num_topk; base < end; base += 32 * kPairsAtOnce) {
+      if (base != loaded_) Load(base, end);
 #pragma unroll
       for (int u = 0; u < kPairsAtOnce; ++u) {
-        const int32_t index = base + u * 32 + static_cast<int32_t>(threadIdx.x % 32);
-        sources[u] = {-1, 0, 0};
-        if (index >= end) continue;
-        sources[u] = indices.Find(index / num_topk, share.rank);
-        sources[u].k = index % num_topk;
-        words[u] = indices.Load(sources[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < kPairsAtOnce; ++u) {
-        if (base + u * 32 >= end) break;
-        const int32_t expert = sources[u].rank < 0 ? -1 : indices.Expert(sources[u], words[u]);
-        __syncwarp();
-        visit(sources[u], expert);
+        if (base + u * 32 < end) visit(sources_[u], experts_[u]);
       }
     }
   }
+
+  __device__ void Load(int32_t base, int32_t end) {
+    const int32_t num_topk = args_.common.shape.num_topk;
+    uint64_t words[kPairsAtOnce];
+#pragma unroll
+    for (int u = 0; u < kPairsAtOnce; ++u) {
+      const int32_t index = base + u * 32 + static_cast<int32_t>(threadIdx.x % 32);
+      sources_[u] = {-1, 0, 0};
+      if (index >= end) continue;
+      sources_[u] = indices_.Find(index / num_topk, share_.rank);
+      sources_[u].k = index % num_topk;
+      words[u] = indices_.Load(sources_[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kPairsAtOnce; ++u) {
+      experts_[u] = sources_[u].rank < 0 ? -1 : indices_.Expert(sources_[u], words[u]);
+    }
+    __syncwarp();
+    loaded_ = base;
+  }
+
+  const PrepareArgs& args_;
+  const Indices& indices_;
+  const Share& share_;
+  // The batch loaded last, and where it begins.
+  Source sources_[kPairsAtOnce];
+  int32_t experts_[kPairsAtOnce];
+  int32_t loaded_ = -1;
 };
 
 // Layout rank: the tokens, sorted by each rank that they have a pair on. A lane stands for a token.
@@ -401,10 +417,11 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   share.rank = share.begin < share.end ? indices.Find(share.begin, 0).rank : 0;
   for (int32_t i = threadIdx.x; i < num_warps * warp_ints; i += blockDim.x) counters[i] = 0;
   __syncthreads();
+  PairSort pairs(args, indices, share);
   if (by_rank) {
     TokenSort::Count(args, indices, share);
   } else {
-    PairSort::Count(args, indices, share);
+    pairs.Count();
   }
   __syncthreads();
 
@@ -460,7 +477,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   } else {
     PlaceExperts(args, totals, offsets);
     __syncthreads();
-    PairSort::Place(args, indices, share, offsets);
+    pairs.Place(offsets);
   }
   operation.Leave();
 }
