@@ -136,7 +136,7 @@ class Workspace:
         for place in self._local:
             ordinal = place.device.local_hardware_id
             handle = self._native.open_group(
-                id=self._id, device=ordinal, axis=axis, rank=place.rank,
+                id=self._id, device=ordinal, axis=axis, subgroup=place.subgroup, rank=place.rank,
                 timeout_s=self._timeout_s, memory=self.memory, **sizes)
             opened.append({"subgroup": place.subgroup, "rank": place.rank,
                            "handle": base64.b64encode(handle).decode(),

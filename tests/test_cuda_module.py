@@ -63,11 +63,12 @@ def test_groups_that_are_not_open(module):
 
 def test_too_many_ranks(module):
     with pytest.raises(RuntimeError, match="at most 72 ranks, got 73"):
-        module.open_group(id=1, device=0, axis="expert", rank=0, timeout_s=1.0,
+        module.open_group(id=1, device=0, axis="expert", subgroup=0, rank=0, timeout_s=1.0,
                           memory="ipc", **SIZES | {"num_ranks": 73})
 
 
 def test_unknown_memory(module):
     with pytest.raises(ValueError, match='no memory "rdma"'):
-        module.open_group(id=1, device=0, axis="expert", rank=0, timeout_s=1.0, memory="rdma",
+        module.open_group(id=1, device=0, axis="expert", subgroup=0, rank=0,
+                          timeout_s=1.0, memory="rdma",
                           **SIZES)

@@ -409,6 +409,7 @@ Status LaunchWith(cudaStream_t stream, const MoveArgs& args) {
 }  // namespace
 
 Status Combine(cudaStream_t stream, const MoveArgs& args) {
+  if (Status status = CheckStaging(args); !status.ok()) return status;
   return HasBulkCopies() ? LaunchWith<BulkRing>(stream, args)
                          : LaunchWith<VectorRing>(stream, args);
 }

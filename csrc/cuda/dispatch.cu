@@ -261,15 +261,22 @@ Status LoadBoth() {
   return Load(DispatchKernel<Mover, Ring, false>);
 }
 
+// The copy engine is there, and so is the shared memory that every warp needs to use it.
+bool UseBulkCopies() {
+  return HasBulkCopies() && MaxSharedBytes(DispatchKernel<BulkMover, BulkRing, true>) >=
+                                kWarps * kSharedBytesPerWarp<BulkMover, BulkRing>;
+}
+
 }  // namespace
 
 Status Dispatch(cudaStream_t stream, const MoveArgs& args) {
-  return HasBulkCopies() ? LaunchWith<BulkMover, BulkRing>(stream, args)
+  if (Status status = CheckStaging(args); !status.ok()) return status;
+  return UseBulkCopies() ? LaunchWith<BulkMover, BulkRing>(stream, args)
                          : LaunchWith<VectorMover, VectorRing>(stream, args);
 }
 
 Status LoadDispatch() {
-  return HasBulkCopies() ? LoadBoth<BulkMover, BulkRing>() : LoadBoth<VectorMover, VectorRing>();
+  return UseBulkCopies() ? LoadBoth<BulkMover, BulkRing>() : LoadBoth<VectorMover, VectorRing>();
 }
 
 }  // namespace jax_ep::cuda

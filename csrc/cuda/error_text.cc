@@ -64,8 +64,8 @@ std::string Happened(const ErrorRecord& record, const std::string& waited) {
     }
     case Phase::kPosition:
       return "the program takes " + Rank(static_cast<int32_t>(record.expected)) +
-             "'s device for " + Rank(static_cast<int32_t>(record.seen)) +
-             ": its mesh has the devices in another order than the Group's";
+             "'s device for " + Rank(static_cast<int32_t>(record.seen)) + " of subgroup " +
+             Number(record.peer) + ": its mesh has the devices in another order than the Group's";
     case Phase::kInput:
       return rank + " has a topk_idx of " + std::to_string(static_cast<int64_t>(record.seen)) +
              ", outside [-1, " + Number(record.expected) + ")";

@@ -37,6 +37,10 @@ Status Group::Open(GroupSettings settings, int device, std::shared_ptr<Group>* g
     return Status::Error("the cuda backend has at most " + std::to_string(kMaxRanks) +
                          " ranks, got " + std::to_string(layout.num_ranks));
   }
+  if (layout.num_topk > kMaxTopk) {
+    return Status::Error("the cuda backend has at most " + std::to_string(kMaxTopk) +
+                         " experts per token, got num_topk=" + std::to_string(layout.num_topk));
+  }
   std::shared_ptr<Group> opened(new Group(std::move(settings), device));
   Status status = opened->Allocate();
   if (status.ok()) *group = std::move(opened);
@@ -82,6 +86,7 @@ Status Group::Connect(const std::vector<std::string>& handles, int32_t num_sms) 
   workspace_.layout = settings_.layout;
   workspace_.group = settings_.id;
   workspace_.state = state_;
+  workspace_.subgroup = settings_.subgroup;
   workspace_.rank = settings_.rank;
   workspace_.num_sms = num_sms;
   workspace_.timeout_ns = static_cast<uint64_t>(settings_.timeout_s * 1e9);

@@ -15,6 +15,7 @@ namespace jax_ep::cuda {
 struct GroupSettings {
   int64_t id = 0;
   std::string axis;  // for error texts
+  int32_t subgroup = 0;
   int32_t rank = 0;
   WorkspaceLayout layout;
   double timeout_s = 0;

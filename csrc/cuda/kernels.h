@@ -89,6 +89,9 @@ Status LoadPrepare();
 Status LoadDispatch();
 Status LoadCombine();
 
+// An error if rows of this payload are longer than the group's staging has room for.
+Status CheckStaging(const MoveArgs& args);
+
 // Success, or the text of a CUDA error.
 Status CheckCuda(cudaError_t error, const char* what);
 

@@ -82,6 +82,7 @@ __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
     for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
       ptx::StoreRelaxedSys(&operation.Of(peer)->num_tokens[workspace.rank],
                            operation.Word(args.common.num_tokens));
+      operation.Ready(peer, 0);  // says what this rank prepares
     }
   }
   auto words = [&](int32_t peer) {
@@ -389,7 +390,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   for (int32_t rank = threadIdx.x; rank < shape.num_ranks; rank += blockDim.x) {
     const uint64_t* const word = &operation.Own()->num_tokens[rank];
     int32_t num_tokens;
-    const bool came = operation.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
+    const bool came = operation.WaitReady(rank, 0) &&
+                      operation.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
     first_token[rank + 1] = came ? num_tokens : 0;
   }
   __syncthreads();

@@ -14,7 +14,8 @@ class Publisher {
  public:
   struct Shared {
     int32_t queue[32];   // 1 + what is finished and not yet published; 0 where nothing is
-    uint32_t tail;       // of the queue: finished so far
+    uint32_t tail;       // places taken so far
+    uint32_t head;       // places emptied so far
     uint32_t producers;  // warps that may still finish things
   };
 
@@ -23,6 +24,7 @@ class Publisher {
     if (threadIdx.x < 32) shared->queue[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
       shared->tail = 0;
+      shared->head = 0;
       shared->producers = num_producers;
     }
     __syncthreads();
@@ -33,9 +35,10 @@ class Publisher {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
     __threadfence_block();
-    volatile int32_t* const place = &shared_->queue[atomicAdd(&shared_->tail, 1) % 32];
-    while (*place != 0) __nanosleep(100);  // the publisher is 32 things behind
-    *place = thing + 1;
+    const uint32_t place = atomicAdd(&shared_->tail, 1);
+    // The publisher may be 32 things behind.
+    while (place - *const_cast<volatile uint32_t*>(&shared_->head) >= 32) __nanosleep(100);
+    *const_cast<volatile int32_t*>(&shared_->queue[place % 32]) = thing + 1;
   }
 
   // By a producer warp that has finished all of its things.
@@ -64,9 +67,11 @@ class Publisher {
         continue;
       }
       if (lane < count) *place = 0;
-      ptx::FenceSys();
-      if (lane < count) tell(thing);
       head += count;
+      ptx::FenceSys();
+      __syncwarp();
+      if (lane == 0) *const_cast<volatile uint32_t*>(&shared_->head) = head;
+      if (lane < count) tell(thing);
       __syncwarp();
     }
   }

@@ -40,13 +40,14 @@ Status AcquireRankState(int device, int64_t group, RankState** state) {
   }
   RankState cleared{};
   cleared.group = group;
-  Status status = comm::CheckCuda(
-      cudaMemcpy(unused.back(), &cleared, sizeof(cleared), cudaMemcpyHostToDevice),
-      "writing a rank's state");
-  if (!status.ok()) return status;
+  cudaError_t error =
+      cudaMemcpy(unused.back(), &cleared, sizeof(cleared), cudaMemcpyHostToDevice);
+  // A copy from memory that is not pinned may return before it has arrived.
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (Status status = comm::CheckCuda(error, "writing a rank's state"); !status.ok()) return status;
   *state = unused.back();
   unused.pop_back();
-  return status;
+  return Status();
 }
 
 Status RetireRankState(RankState* state) {

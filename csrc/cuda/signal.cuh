@@ -61,9 +61,11 @@ class Operation {
     }
     bool good = true;
     if (threadIdx.x + 1 == blockDim.x) {
+      const int32_t subgroup = __ldg(&position_[0]);
       const int32_t rank = __ldg(&position_[1]);
-      if (rank != workspace_.rank) Fail(Phase::kPosition, rank, workspace_.rank, rank);
-      good = !Failed();
+      good = subgroup == workspace_.subgroup && rank == workspace_.rank;
+      if (!good) Fail(Phase::kPosition, subgroup, workspace_.rank, rank);
+      good &= !Failed();
     }
     for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
       good &= WaitUntil(Phase::kEnter, peer, epoch_ - 1, &Own()->done[peer], [this](uint64_t word) {
@@ -86,8 +88,8 @@ class Operation {
                      [expected](uint64_t word) { return word == expected; });
   }
 
-  // A word that says by itself that it is of this operation, so that it needs neither a fence nor a
-  // signal: epoch and value.
+  // A word that says by itself in which operation it was written, so that it needs neither a fence nor
+  // a signal: epoch and value.
   __device__ __forceinline__ uint64_t Word(int32_t value) const {
     return Signal{epoch_, static_cast<uint32_t>(value)}.Encode();
   }
@@ -111,18 +113,17 @@ class Operation {
     return atomicAdd(&workspace_.state->tasks[queue], 1);
   }
 
-  // Waits for all blocks of this grid. All threads of the block call it.
+  // Waits for all blocks of this grid, once in an operation. All threads of the block call it.
   __device__ __forceinline__ void GridBarrier() {
     __syncthreads();
     if (threadIdx.x == 0) {
       uint32_t* const barrier = &workspace_.state->barrier;
-      const uint32_t old = ptx::AddAcqRelGpu(barrier, 1);
-      const uint32_t target = old / gridDim.x * gridDim.x + gridDim.x;
+      ptx::AddAcqRelGpu(barrier, 1);
       const uint64_t start = ptx::GlobalTimer();
       uint32_t seen;
-      while (static_cast<int32_t>((seen = ptx::LoadAcquireGpu(barrier)) - target) < 0) {
+      while ((seen = ptx::LoadAcquireGpu(barrier)) < gridDim.x) {
         if (!Expired(start)) continue;
-        Fail(Phase::kBarrier, workspace_.rank, target, seen);
+        Fail(Phase::kBarrier, workspace_.rank, gridDim.x, seen);
         break;
       }
     }
@@ -138,6 +139,7 @@ class Operation {
       last = ptx::AddAcqRelGpu(&state->blocks_ended, 1) + 1 == gridDim.x;
       if (last) {
         state->blocks_ended = 0;
+        state->barrier = 0;
         state->tasks[0] = state->tasks[1] = 0;
         state->epoch = epoch_;
       }

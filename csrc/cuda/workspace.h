@@ -12,6 +12,7 @@ namespace jax_ep::cuda {
 
 inline constexpr int32_t kMaxRanks = 72;    // an NVLink domain of a GB200 rack
 inline constexpr int32_t kMaxBlocks = 256;  // of a grid; more than any GPU has SMs
+inline constexpr int32_t kMaxTopk = 64;     // two pairs for each lane of a warp
 
 enum class Op : int32_t { kPrepare = 1, kDispatch = 2, kCombine = 3 };
 
@@ -43,7 +44,7 @@ struct alignas(128) RankState {
   int64_t group;          // the id of the group that owns it; another's or 0 once that is closed
   uint32_t epoch;         // operations that this rank has ended
   uint32_t blocks_ended;  // of the operation in flight
-  uint32_t barrier;       // arrivals at grid barriers, ever
+  uint32_t barrier;       // arrivals at the grid barrier of the operation in flight
   uint32_t reported;      // the error record is taken
   uint32_t tasks[2];      // given out so far of each queue, in the operation in flight
 };
@@ -101,7 +102,8 @@ struct Workspace {
   WorkspaceLayout layout;
   int64_t group = 0;  // id
   RankState* state = nullptr;
-  int32_t rank = 0;
+  int32_t subgroup = 0;  // which of the mesh's independent groups this is
+  int32_t rank = 0;      // in it
   int32_t num_sms = 0;          // blocks of the kernels that move rows
   uint64_t timeout_ns = 0;
   ErrorRecord* error = nullptr;     // pinned host memory, as the device sees it

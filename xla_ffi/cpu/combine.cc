@@ -10,8 +10,8 @@ namespace jax_ep::ffi_cpu {
 // pairs' values [T, K].
 ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads, int64_t group,
                     int32_t layout, int64_t capacity, int64_t expert_alignment, I32 position,
-                    I32 topk_idx, I32 slots, I32 /*row_source*/, I32 /*row_topk_idx*/,
-                    I32 /*recv_slots*/, int32_t values_role, ffi::RemainingArgs operands,
+                    I32 topk_idx, I32 slots, I32 row_source, I32 row_topk_idx,
+                    I32 recv_slots, int32_t values_role, ffi::RemainingArgs operands,
                     ffi::RemainingRets results) {
   const Call call{"combine", group, layout,   capacity, expert_alignment,
                   position,  run_id, instance, &threads};
@@ -41,6 +41,10 @@ ffi::Future Combine(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
     args.pair_values = Data(*payload->moved_values);
     args.value_bytes = ElementBytes(*payload->values);
   }
+  work.check = [&](const Shape& shape) {
+    Status status = CheckRouting(shape, topk_idx, slots, row_source, row_topk_idx, recv_slots);
+    return status.ok() ? CheckPayload(shape, topk_idx.dimensions()[0], *payload, false) : status;
+  };
   work.items = [](const Shape&, const cpu::CombineArgs& rank) { return rank.num_tokens; };
   work.run = cpu::Combine;
   return Meet(call, std::move(args), std::move(work));

@@ -10,8 +10,8 @@ namespace jax_ep::ffi_cpu {
 // that is cast their scales, and the row weights.
 ffi::Future Dispatch(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threads,
                      int64_t group, int32_t layout, int64_t capacity, int64_t expert_alignment,
-                     I32 position, I32 topk_idx, I32 /*slots*/, I32 row_source, I32 row_topk_idx,
-                     I32 /*recv_slots*/, bool has_weights, int32_t quantize,
+                     I32 position, I32 topk_idx, I32 slots, I32 row_source, I32 row_topk_idx,
+                     I32 recv_slots, bool has_weights, int32_t quantize,
                      ffi::RemainingArgs operands, ffi::RemainingRets results) {
   const Call call{"dispatch", group, layout,   capacity, expert_alignment,
                   position,   run_id, instance, &threads};
@@ -35,6 +35,10 @@ ffi::Future Dispatch(Instance* instance, ffi::RunId run_id, ffi::ThreadPool thre
     args.row_values = Data(*payload->moved_values);
     args.value_bytes = ElementBytes(*payload->values);
   }
+  work.check = [&](const Shape& shape) {
+    Status status = CheckRouting(shape, topk_idx, slots, row_source, row_topk_idx, recv_slots);
+    return status.ok() ? CheckPayload(shape, topk_idx.dimensions()[0], *payload, true) : status;
+  };
   work.items = [](const Shape& shape, const cpu::DispatchArgs&) { return shape.num_rows(); };
   work.run = cpu::Dispatch;
   return Meet(call, std::move(args), std::move(work));

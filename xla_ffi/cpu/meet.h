@@ -17,6 +17,7 @@
 #include "csrc/cpu/rendezvous.h"
 #include "csrc/cpu/threads.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/check.h"
 #include "xla_ffi/decode.h"
 
 // What the CPU handlers share: how the ranks of an operation come together.
@@ -64,6 +65,7 @@ inline ffi::Future Failed(std::string message) {
 // does in parallel. `bytes` is about what one rank moves.
 template <typename Args>
 struct Work {
+  std::function<Status(const Shape&)> check;  // of this rank's arrays
   std::function<int64_t(const Shape&, const Args&)> items;
   std::function<Status(const Shape&, const std::vector<Args>&, int32_t, int64_t, int64_t)> run;
   int64_t bytes = 0;
@@ -129,6 +131,19 @@ ffi::Future Meet(const Call& call, Args args, Work<Args> work) {
                   " ranks");
   }
 
+  Shape shape;
+  shape.num_ranks = group->num_ranks;
+  shape.num_experts = group->num_experts;
+  shape.num_topk = group->num_topk;
+  shape.max_tokens_per_rank = group->max_tokens_per_rank;
+  shape.layout = static_cast<Layout>(call.layout);
+  shape.capacity = call.capacity;
+  shape.expert_alignment = call.expert_alignment;
+  if (Status status = work.check(shape); !status.ok()) {
+    return Failed("jax_ep " + std::string(call.op) + " on axis " + group->axis + ": " +
+                  status.message());
+  }
+
   ffi::Promise promise;
   ffi::Future future(promise);
   cpu::Rendezvous::Done done = [promise, environment =
@@ -147,14 +162,6 @@ ffi::Future Meet(const Call& call, Args args, Work<Args> work) {
       std::make_shared<Args>(std::move(args)), &done);
   if (all.empty()) return future;
 
-  Shape shape;
-  shape.num_ranks = group->num_ranks;
-  shape.num_experts = group->num_experts;
-  shape.num_topk = group->num_topk;
-  shape.max_tokens_per_rank = group->max_tokens_per_rank;
-  shape.layout = static_cast<Layout>(call.layout);
-  shape.capacity = call.capacity;
-  shape.expert_alignment = call.expert_alignment;
   std::vector<Args> ranks;
   for (const auto& each : all) ranks.push_back(std::move(*std::static_pointer_cast<Args>(each)));
   RunAll(call, *group, shape, std::move(ranks), std::move(work), std::move(done));

@@ -28,6 +28,11 @@ ffi::Future Prepare(Instance* instance, ffi::RunId run_id, ffi::ThreadPool threa
 
   // Integers only, and every slot depends on the pairs before it: one range.
   Work<cpu::PrepareArgs> work;
+  work.check = [&](const Shape& shape) {
+    Status status = CheckRouting(shape, topk_idx, *slots, *row_source, *row_topk_idx, *recv_slots);
+    return status.ok() ? CheckElements("group_sizes", *group_sizes, shape.num_local_experts())
+                       : status;
+  };
   work.items = [](const Shape&, const cpu::PrepareArgs&) { return 1; };
   work.run = [](const Shape& shape, const std::vector<cpu::PrepareArgs>& ranks, int32_t rank,
                 int64_t, int64_t) { return rank == 0 ? cpu::Prepare(shape, ranks) : Status(); };

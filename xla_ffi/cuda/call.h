@@ -11,6 +11,7 @@
 #include "csrc/cuda/group.h"
 #include "csrc/cuda/kernels.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/check.h"
 #include "xla_ffi/decode.h"
 
 // What the CUDA handlers share. They only decode and launch: everything that changes between calls

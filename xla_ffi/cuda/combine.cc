@@ -19,6 +19,10 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
       !status.ok()) {
     return ToError("combine", status);
   }
+  const Shape& shape = args.common.shape;
+  Status status = CheckRouting(shape, topk_idx, slots, row_source, row_topk_idx, recv_slots);
+  if (status.ok()) status = CheckPayload(shape, args.common.num_tokens, *payload, false);
+  if (!status.ok()) return ToError("combine", status);
   args.topk_idx = topk_idx.typed_data();
   args.slots = slots.typed_data();
   args.row_source = row_source.typed_data();

@@ -16,6 +16,10 @@ ffi::Error Prepare(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
       !status.ok()) {
     return ToError("prepare", status);
   }
+  const Shape& shape = args.common.shape;
+  Status status = CheckRouting(shape, topk_idx, *slots, *row_source, *row_topk_idx, *recv_slots);
+  if (status.ok()) status = CheckElements("group_sizes", *group_sizes, shape.num_local_experts());
+  if (!status.ok()) return ToError("prepare", status);
   args.topk_idx = topk_idx.typed_data();
   args.slots = slots->typed_data();
   args.row_source = row_source->typed_data();
