@@ -72,7 +72,7 @@ def test_default_backend_is_the_native_one_of_the_platform():
     ("7.5", True, "xla", "compute capability 7.5"),
     (None, True, "xla", "not an NVIDIA GPU"),
     ("9.0", False, "xla", "not built"),
-])
+], ids=["new", "old", "other", "not_built"])
 def test_default_backend_on_gpus(capability, built, backend, reason, monkeypatch):
     """The native one, unless something is in the way; asking for it then says what."""
     monkeypatch.setattr(backends, "has_cuda", lambda: built)
