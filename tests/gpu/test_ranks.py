@@ -148,7 +148,8 @@ def test_results_do_not_depend_on_the_number_of_sms(layout):
     expected = None
     for num_sms in (1, 2, 5, None):
         with make_group(case, num_sms=num_sms) as group:
-            results = jax.tree.map(np.asarray, jax.jit(run.per_rank(group, f))(x, topk_idx, weights))
+            results = jax.jit(run.per_rank(group, f))(x, topk_idx, weights)
+            results = jax.tree.map(np.asarray, results)
         check(case, x, topk_idx, results[1], results[-1][0], f"num_sms={num_sms}")
         expected = results if expected is None else expected
         assert_same_bits(results, expected, f"num_sms={num_sms}")
@@ -348,7 +349,8 @@ def test_wrong_choice_is_reported():
     case = all_ranks()
     topk_idx = cases.routing("uniform", case)
     with make_group(case, timeout_s=TIMEOUT_S) as group:
-        program = routing_of(group, case)
+        program = routing_of(group, case).lower(topk_idx).compile()
+        everyone()
         jax.block_until_ready(program(with_wrong_choice(topk_idx, case)))
         assert_wrong_choice_is_told(group, case)
         assert_useless(program, topk_idx, error="must be closed")
@@ -369,7 +371,7 @@ def test_all_that_follows_a_failure_is_poison(layout):
     """On all ranks, of every operation and dtype: no row, scale, weight or sum is left out."""
     case = all_ranks(num_topk=3, num_tokens=37, layout=layout)
     x, topk_idx = inputs(case, hidden=24)
-    weights = cases.floats(np.float32, topk_idx.shape)
+    args = x, with_wrong_choice(topk_idx, case), cases.floats(np.float32, topk_idx.shape)
 
     def f(x, topk_idx, weights):
         handle = run.prepare(group, case, late(topk_idx, x))
@@ -383,8 +385,9 @@ def test_all_that_follows_a_failure_is_poison(layout):
         return rows, row_weights, [(c.values, c.scales) for c in cast], sums
 
     with make_group(case, timeout_s=TIMEOUT_S) as group:
-        assert_useless(jax.jit(run.per_rank(group, f)), x, with_wrong_choice(topk_idx, case),
-                       weights, error="must be closed")
+        program = jax.jit(run.per_rank(group, f)).lower(*args).compile()
+        everyone()
+        assert_useless(program, *args, error="must be closed")
         assert_wrong_choice_is_told(group, case)
         everyone()
     assert_next_group_works(case)
