@@ -36,6 +36,7 @@ _TESTS = (*_MOVES, "test_quantize.py", "test_gradients.py", "test_transforms.py"
 _LAUNCHERS = {"killed processes": "gpu/test_faults.py", "fabric handles": "gpu/test_fabric.py"}
 _NATIVE = "not xla and not reference"
 _QUICK = "not slow"
+_ENV = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # no TF32: layers are compared with float32
 _COMMAND_BUFFERS = ("--xla_gpu_graph_min_graph_size=1 "
                     "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL")
 # Of a GPU's memory for JAX's own pools; the workspaces are beside them.
@@ -107,7 +108,6 @@ def launch(target: str, arrangement: Arrangement, *, timeout_s: float = 300.0,
     sharing = arrangement.processes_per_gpu
     environment = {
         "JAX_PLATFORMS": "cuda",
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # no TF32: layers are compared with float32
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {arrangement.xla_flags}".strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_JAX_MEMORY / sharing:.3f}",
@@ -159,7 +159,8 @@ def _run(arrangement: Arrangement, tests: Path, timeout_s: float, arguments: Seq
     command = ["-v", "--tb=short", "-k", f"{_NATIVE} and ({arrangement.selection})", *arguments,
                *paths]
     try:
-        outputs = launch(f"pytest:{shlex.join(command)}", arrangement, timeout_s=timeout_s)
+        outputs = launch(f"pytest:{shlex.join(command)}", arrangement, timeout_s=timeout_s,
+                         env=_ENV)
     except multiprocess.ProcessesFailed as error:
         print(error)
         processes = ", ".join(map(str, error.failed))
