@@ -19,7 +19,7 @@ test: setup  ## all tests, C++ and Python, with the oldest and the newest suppor
 test-fast: setup  ## the Python tests that are not slow
 	@.venv/bin/python -m pytest -q -m "not slow" tests
 
-test-gpu: $(if $(PYTHON),,setup)  ## the tests on the GPUs here, their ranks arranged in every way
+test-gpu: $(if $(PYTHON),,setup)  ## the quick tests on the GPUs here, their ranks arranged in every way
 	@$(or $(PYTHON),.venv/bin/python) -m jax_ep.testing.gpus
 
 sanitize:  ## the kernels under compute-sanitizer, on a GPU here

@@ -69,8 +69,6 @@ def choose(devices: Sequence[jax.Device], backend: str | None) -> tuple[str, str
     native = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(platform)
     obstacle = _obstacle(native, devices)
     if backend is None:
-        if obstacle is None and native == "cuda":
-            obstacle = "the cuda backend is new and has to be asked for, by backend='cuda'"
         if obstacle is None:
             return native, f"native on platform {platform!r}"
         return "xla", f"{obstacle} (platform {platform!r})"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax_ep.testing import cases, oracle
 from jax_ep.testing.cases import Case
 from jax_ep.testing.compare import assert_same_bits
-from jax_ep.testing.run import runner, skip_empty_arguments_in_several_processes
+from jax_ep.testing.run import runner
 
 
 def check(case, backend, topk_idx, x, topk_weights=None, what=""):
@@ -79,7 +79,6 @@ def test_pytrees(tree, backend):
 
 
 def test_rows_of_zero_bytes_and_of_odd_bytes(backend):
-    skip_empty_arguments_in_several_processes()
     case = Case()
     lead = (2, case.num_tokens)
     x = {"none": np.zeros((*lead, 0), np.float32),

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import time
 
@@ -17,7 +18,10 @@ TIMEOUT_S = 2.0
 
 
 def killed_process():
-    """The last process dies; the others learn which rank is gone, in time, and can go on."""
+    """The last process dies; the others learn it in time, and can go on.
+
+    One finds out which rank is gone; the others may be told by it before they do.
+    """
     case = Case(num_ranks=len(jax.devices()))
     mesh = Mesh(np.array(jax.devices()), (run.AXIS,))
     group = jax_ep.Group(mesh, run.AXIS, num_experts=case.num_experts, num_topk=case.num_topk,
@@ -39,7 +43,9 @@ def killed_process():
         group.check()
     except RuntimeError as error:
         text = str(error)
-    assert "prepare" in text and f"rank {case.num_ranks - 1}" in text, text
+    expected = (f"jax_ep prepare .* (in vain for rank {case.num_ranks - 1}'s data|"
+                "stopped because rank [0-9]+ had failed)")
+    assert re.search(expected, text), text
     print("SURVIVED:", text, flush=True)
     if jax.process_index() == 0:
         time.sleep(1)  # the others die with the coordinator
