@@ -436,6 +436,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     __stcg(&block_counts[blockIdx.x * num_keys + key], count);
   }
   operation.GridBarrier();
+  // A peer may have sent -1 for an index that is none, and said so.
+  if (blockIdx.x == 0 && threadIdx.x + 1 == blockDim.x) operation.Failed();
   for (int32_t key = threadIdx.x; key < num_keys; key += blockDim.x) {
     int32_t total = 0;
     int32_t position = 0;
