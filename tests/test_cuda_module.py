@@ -67,6 +67,12 @@ def test_too_many_ranks(module):
                           memory="ipc", **SIZES | {"num_ranks": 73})
 
 
+def test_too_large_topk(module):
+    with pytest.raises(RuntimeError, match="at most 64 experts per token, got num_topk=65"):
+        module.open_group(id=1, device=0, axis="expert", subgroup=0, rank=0, timeout_s=1.0,
+                          memory="ipc", **SIZES | {"num_topk": 65})
+
+
 def test_unknown_memory(module):
     with pytest.raises(ValueError, match='no memory "rdma"'):
         module.open_group(id=1, device=0, axis="expert", subgroup=0, rank=0,

@@ -1,5 +1,7 @@
 """Bad input is refused at trace time, by an error that names the argument and what was wrong."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import jax_ep
@@ -150,6 +152,25 @@ def test_another_mesh(shape, names, group):
 def test_capacity_factor(factor, group):
     with pytest.raises(ValueError, match="factor"):
         group.capacity(factor)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+@pytest.mark.parametrize("field", ["slots", "row_source", "row_topk_idx", "recv_slots"])
+def test_a_handle_of_other_sizes_is_an_error_of_native_backends(field, op):
+    """As a program has that was exported where the Group had other settings."""
+    layout = "rank" if field == "row_topk_idx" else "expert"
+    group = run.make_group(2, 4, 3, 8, "native", max_row_bytes=64)
+
+    def f(x, topk_idx):
+        handle = jax_ep.prepare(group, topk_idx, layout=layout)
+        short = dataclasses.replace(handle, **{field: getattr(handle, field)[:-1]})
+        rows, _ = jax_ep.dispatch(x, short if op == "dispatch" else handle)
+        return jax_ep.combine(rows, short) if op == "combine" else rows
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as info:
+        jax.block_until_ready(jax.jit(run.per_rank(group, f))(
+            np.ones((2, 5, 4), np.float32), cases.routing("uniform", CASE)))
+    assert_names(info, [op, field, "elements", "another Group"])
 
 
 BAD_CHOICES = [4, -2, 2**31 - 1, -(2**31)]

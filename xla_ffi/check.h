@@ -9,9 +9,9 @@
 #include "csrc/core/status.h"
 #include "xla_ffi/decode.h"
 
-// Whether a program's arrays have the sizes that its group's settings ask for. Those that were traced
-// in this process have; a program exported from another, or a handle put together by hand, might not,
-// and would reach past its arrays.
+// Whether a program's arrays have the sizes that its group's settings ask for. Those that were
+// traced in this process have; a program exported from another, or a handle put together by hand,
+// might not, and would reach past its arrays.
 namespace jax_ep {
 
 template <typename Buffer>
@@ -41,11 +41,11 @@ inline Status CheckRouting(const Shape& shape, const I32& topk_idx, const I32& s
                          ": the program was made for another Group");
   }
   const int64_t pairs = num_tokens * shape.num_topk;
-  const bool by_rank = shape.layout == Layout::kRank;
+  const int64_t rows_with_topk = shape.layout == Layout::kRank ? shape.num_rows() : 1;
   return FirstError(
       {CheckElements("topk_idx", topk_idx, pairs), CheckElements("slots", slots, pairs),
        CheckElements("row_source", row_source, shape.num_rows()),
-       CheckElements("row_topk_idx", row_topk_idx, (by_rank ? shape.num_rows() : 1) * shape.num_topk),
+       CheckElements("row_topk_idx", row_topk_idx, rows_with_topk * shape.num_topk),
        CheckElements("recv_slots", recv_slots,
                      int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk)});
 }
@@ -57,8 +57,9 @@ inline Status CheckPayload(const Shape& shape, int64_t num_tokens, const Payload
     const auto& tokens = from_tokens ? leaf.from : leaf.to;
     const auto& rows = from_tokens ? leaf.to : leaf.from;
     const int64_t elements = RowElements(tokens);
-    Status status = FirstError({CheckElements("a leaf of tokens", tokens, num_tokens * elements),
-                                CheckElements("a leaf of rows", rows, shape.num_rows() * elements)});
+    Status status =
+        FirstError({CheckElements("a leaf of tokens", tokens, num_tokens * elements),
+                    CheckElements("a leaf of rows", rows, shape.num_rows() * elements)});
     if (status.ok() && leaf.scales) {
       status = CheckElements("scales", *leaf.scales,
                              shape.num_rows() * leaf.cast.scale_bytes / ElementBytes(*leaf.scales));

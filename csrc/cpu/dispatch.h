@@ -39,7 +39,8 @@ struct DispatchArgs {
 };
 
 // Fills rows [begin, end) of `rank` by pulling them from their source ranks;
-// rows without a source become zero, and so the bytes of their scales. Ranks and row ranges may run in parallel.
+// rows without a source become zero, and so the bytes of their scales. Ranks and row ranges may
+// run in parallel.
 Status Dispatch(const Shape& shape, const std::vector<DispatchArgs>& ranks, int32_t rank,
                 int64_t begin, int64_t end);
 

@@ -221,7 +221,8 @@ __device__ const std::byte* LocalValue(const MoveArgs& args, int32_t slot, int32
   return args.values.rows + index * args.values.bytes;
 }
 
-// Sums this rank's rows for token `token` of rank `source` and puts the sum there; false if it has none.
+// Sums this rank's rows for token `token` of rank `source` and puts the sum there; false if it has
+// none.
 template <typename Sums>
 __device__ bool PushToken(const MoveArgs& args, Sums& sums, int32_t source, int32_t token) {
   const Shape& shape = args.common.shape;
@@ -256,7 +257,7 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
   const Shape& shape = args.common.shape;
   const int32_t lane = threadIdx.x % 32;
 
-  // The rank of each pair that has a row (num_ranks where there is none), and this rank's own slots.
+  // The rank of each pair that has a row, num_ranks where there is none; and this rank's own slots.
   Pairs ranks;
   Pairs slots;
   bool good = true;

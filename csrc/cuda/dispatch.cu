@@ -134,7 +134,9 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
       const Leaf& leaf = args.leaves[i];
       move(in_place ? leaf.tokens + token * leaf.row_bytes : staged + leaf.staging_offset,
            leaf.row_bytes, leaf.rows);
-      if (kCasts && leaf.scales != nullptr) move(staged + leaf.scales_offset, leaf.scale_bytes, leaf.scales);
+      if (kCasts && leaf.scales != nullptr) {
+        move(staged + leaf.scales_offset, leaf.scale_bytes, leaf.scales);
+      }
     }
   }
 
@@ -247,7 +249,8 @@ Status LaunchWith(cudaStream_t stream, MoveArgs args) {
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     casts |= args.leaves[i].quantize != Quantize::kNone;
   }
-  const auto kernel = casts ? DispatchKernel<Mover, Ring, true> : DispatchKernel<Mover, Ring, false>;
+  const auto kernel =
+      casts ? DispatchKernel<Mover, Ring, true> : DispatchKernel<Mover, Ring, false>;
   constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
   args.stage_warps = static_cast<int32_t>(
       casts ? std::min<int64_t>(kCastWarps, MaxSharedBytes(kernel) / kBytes) : kStageWarps);

@@ -86,7 +86,8 @@ __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
     }
   }
   auto words = [&](int32_t peer) {
-    return reinterpret_cast<uint64_t*>(workspace.base[peer] + workspace.layout.topk_offset()) + mine;
+    std::byte* const topk = workspace.base[peer] + workspace.layout.topk_offset();
+    return reinterpret_cast<uint64_t*>(topk) + mine;
   };
   // By two, as far as all addresses allow it.
   const bool aligned = (reinterpret_cast<uintptr_t>(args.topk_idx) / 4 | mine) % 2 == 0;
@@ -501,7 +502,8 @@ Status Prepare(cudaStream_t stream, const PrepareArgs& args) {
                          " experts in a block's " + std::to_string(limit) +
                          " bytes of shared memory");
   }
-  const int64_t bytes = (fixed + num_warps * WarpInts(shape)) * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t bytes =
+      (fixed + num_warps * WarpInts(shape)) * static_cast<int64_t>(sizeof(int32_t));
   const int32_t num_blocks = std::min<int32_t>(kPrepareBlocks, args.common.workspace.num_sms);
   return Launch(PrepareKernel, num_blocks, static_cast<int>(num_warps) * 32, bytes, stream, args);
 }

@@ -5,9 +5,9 @@
 
 #include "csrc/cuda/ptx/memory.cuh"
 
-// Some warps of a block put things in place for other ranks, and one warp tells those. It alone waits
-// for fences at system scope: they take 5 to 10 us where there is traffic, which would be most of the
-// producers' time.
+// Some warps of a block put things in place for other ranks, and one warp tells those. It alone
+// waits for fences at system scope: they take 5 to 10 us where there is traffic, which would be most
+// of the producers' time.
 namespace jax_ep::cuda {
 
 class Publisher {
@@ -49,8 +49,8 @@ class Publisher {
     atomicSub(&shared_->producers, 1);
   }
 
-  // By the publishing warp, until all producers have ended: calls `tell(thing)` on one lane for each.
-  // What its producer had written is visible to whoever sees a word stored there.
+  // By the publishing warp, until all producers have ended: calls `tell(thing)` on one lane for
+  // each. What its producer had written is visible to whoever sees a word stored there.
   template <typename Tell>
   __device__ __forceinline__ void Run(Tell tell) {
     const uint32_t lane = threadIdx.x % 32;

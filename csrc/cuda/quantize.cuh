@@ -131,7 +131,9 @@ __device__ void CastRow(Ring& ring, const Leaf& leaf, int64_t token, std::byte* 
   const int64_t bytes = leaf.row_bytes * static_cast<int64_t>(sizeof(typename T::Storage));
   const std::byte* const from = leaf.tokens + token * bytes;
   const bool whole_blocks = leaf.columns % kBlockColumns == 0 || leaf.columns == leaf.row_bytes;
-  if (whole_blocks && (reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes)) % 16 == 0) {
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes)) % 16 == 0;
+  if (whole_blocks && aligned) {
     CastVectors<T>(ring, leaf, from, values, scales);
   } else {
     CastBlocks<T>(leaf, from, values, scales);

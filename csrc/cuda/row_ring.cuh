@@ -12,8 +12,8 @@
 //
 //   Load(from, bytes)  asks for a piece; or LoadNothing(). At most kSlots - 1 loads lie between a
 //                      Front and the load that it waits for.
-//   Front()            waits for the oldest piece and gives its address; lane l may read the vectors
-//                      l, l + 32, ... of it.
+//   Front()            waits for the oldest piece and gives its address; lane l may read its vectors
+//                      l, l + 32, ...
 //   Pop()              is done with it.
 //
 // Addresses and sizes are multiples of 16 bytes.

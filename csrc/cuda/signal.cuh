@@ -11,8 +11,8 @@
 //
 // Operations of a group are numbered by `epoch`, which lives in device memory. An operation begins
 // when every peer has left the one before (`done`), so that all of the workspace is free; it ends
-// by telling the peers so. In between, `ready[peer][token]` says that the peer has put what it owes for
-// the token in place in this epoch.
+// by telling the peers so. In between, `ready[peer][token]` says that the peer has put what it owes
+// for the token in place in this epoch.
 namespace jax_ep::cuda {
 
 // A signal word: epoch, and what is being run.
@@ -88,14 +88,14 @@ class Operation {
                      [expected](uint64_t word) { return word == expected; });
   }
 
-  // A word that says by itself in which operation it was written, so that it needs neither a fence nor
-  // a signal: epoch and value.
+  // A word that says by itself in which operation it was written, so that it needs neither a fence
+  // nor a signal: epoch and value.
   __device__ __forceinline__ uint64_t Word(int32_t value) const {
     return Signal{epoch_, static_cast<uint32_t>(value)}.Encode();
   }
 
-  // The value of a word that `peer` writes; `seen` is what it was a moment ago. False if it must not be
-  // believed.
+  // The value of a word that `peer` writes; `seen` is what it was a moment ago. False if it must not
+  // be believed.
   __device__ __forceinline__ bool WaitWord(int32_t peer, const uint64_t* word, uint64_t seen,
                                            int32_t* value) {
     const bool came = Signal::Decode(seen).epoch == epoch_ ||

@@ -9,8 +9,8 @@
 
 #include "csrc/core/dtype.h"
 
-// Vectors of 16 bytes as elements of dtype T (csrc/core/dtype.h), and back. The specialisations give
-// the same numbers in fewer instructions.
+// Vectors of 16 bytes as elements of dtype T (csrc/core/dtype.h), and back. Where T has a case of its
+// own it gives the same numbers in fewer instructions.
 namespace jax_ep::cuda {
 
 template <typename T>

@@ -67,7 +67,7 @@ struct WorkspaceLayout {
 
   static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-  // Signal words [R, max_tokens_per_rank]: the tokens of which each peer has put something in place.
+  // Signal words [R, max_tokens_per_rank]: for which tokens each peer has put its part in place.
   JAX_EP_HOST_DEVICE int64_t ready_offset() const { return RoundUp(sizeof(Control)); }
   JAX_EP_HOST_DEVICE int64_t ready_bytes() const {
     return RoundUp(int64_t{8} * num_ranks * max_tokens_per_rank);

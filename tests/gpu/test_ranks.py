@@ -170,7 +170,7 @@ def test_changing_routing_in_one_program():
 
 
 def test_independent_operations_in_one_program():
-    """Nothing but XLA orders them; it must never run two of a Group at once, in a CUDA graph neither."""
+    """Nothing but XLA orders them; it must not run two of a Group at once, nor may a CUDA graph."""
     case = all_ranks(num_topk=3, num_tokens=64)
     batches = [inputs(case, seed) for seed in range(4)]
     with make_group(case) as group:

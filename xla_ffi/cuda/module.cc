@@ -42,8 +42,9 @@ comm::MemoryKind MemoryKindOf(const std::string& name) {
 }
 
 nb::bytes Open(int64_t id, int device, std::string axis, int32_t subgroup, int32_t rank,
-               int32_t num_ranks, int32_t num_experts, int32_t num_topk, int32_t max_tokens_per_rank,
-               int64_t max_row_bytes, double timeout_s, const std::string& memory) {
+               int32_t num_ranks, int32_t num_experts, int32_t num_topk,
+               int32_t max_tokens_per_rank, int64_t max_row_bytes, double timeout_s,
+               const std::string& memory) {
   const comm::MemoryKind kind = MemoryKindOf(memory);
   std::string handle;
   {
@@ -148,9 +149,9 @@ NB_MODULE(_cuda, module) {
              nb::arg("num_experts"), nb::arg("num_topk"), nb::arg("max_tokens_per_rank"),
              nb::arg("max_row_bytes"), "Device memory of one rank of a group.");
   module.def("open_group", &ffi_cuda::Open, nb::kw_only(), nb::arg("id"), nb::arg("device"),
-             nb::arg("axis"), nb::arg("subgroup"), nb::arg("rank"), nb::arg("num_ranks"), nb::arg("num_experts"),
-             nb::arg("num_topk"), nb::arg("max_tokens_per_rank"), nb::arg("max_row_bytes"),
-             nb::arg("timeout_s"), nb::arg("memory"),
+             nb::arg("axis"), nb::arg("subgroup"), nb::arg("rank"), nb::arg("num_ranks"),
+             nb::arg("num_experts"), nb::arg("num_topk"), nb::arg("max_tokens_per_rank"),
+             nb::arg("max_row_bytes"), nb::arg("timeout_s"), nb::arg("memory"),
              "Allocates \"ipc\" or \"fabric\" memory; returns the handle for all ranks.");
   module.def("connect_group", &ffi_cuda::Connect, nb::kw_only(), nb::arg("id"), nb::arg("device"),
              nb::arg("handles"), nb::arg("num_sms"),
