@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import func
+from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 # What jax.experimental.compute_on("gpu_stream:collective") attaches to the call of a region. XLA
@@ -38,4 +38,9 @@ def on_collective_stream(
     call = func.CallOp(body, operands)
     call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {key: ir.StringAttr.get(value) for key, value in _ATTRIBUTES.items()})
-    return call.results
+    if len(call.results) == 1:
+        return call.results
+    # XLA takes results out of a call by instructions that inherit its attributes, makes
+    # asynchronous pairs of these, too, and hides compute behind them instead of the call. A barrier
+    # takes all results at once, and is gone when XLA schedules.
+    return stablehlo.OptimizationBarrierOp(call.results).results

@@ -93,6 +93,22 @@ def test_every_operation_is_an_annotated_call(program):
         assert lines and all(ANNOTATION in line for line in lines), (name, lines)
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_results_leave_a_call_together(program):
+    """Only by one barrier over all of them: taken one by one they are asynchronous, too."""
+    with make_group(overlap=True) as group:
+        text = lowered(group, program)
+    found = 0
+    for function in re.split(r"\n  (?=func\.func )", text):
+        for name, count in re.findall(
+                r"(%\w+):(\d+) = (?:func\.)?call .*_xla_stream_annotation", function):
+            uses = [line for line in function.splitlines() if f"{name}#" in line]
+            results = ", ".join(f"{name}#{i}" for i in range(int(count)))
+            assert len(uses) == 1 and f"stablehlo.optimization_barrier {results} :" in uses[0]
+            found += 1
+    assert found
+
+
 def test_no_annotation_without_overlap():
     with make_group() as group:
         text = lowered(group, "grad")
