@@ -86,7 +86,7 @@ def test_every_operation_is_an_annotated_call(program):
     functions = custom_calls_by_function(text)
     operations = {call for calls in functions.values() for call in calls}
     assert operations == {
-        "jax_ep_cuda_prepare", "jax_ep_cuda_dispatch", "jax_ep_cuda_combine"}
+        f"jax_ep_cuda_{op}_uncaptured" for op in ("prepare", "dispatch", "combine")}
     for name, calls in functions.items():
         assert len(calls) == 1, (name, calls)
         lines = re.findall(rf"\bcall @{name}\(.*", text)
@@ -112,7 +112,8 @@ def test_results_leave_a_call_together(program):
 def test_no_annotation_without_overlap():
     with make_group() as group:
         text = lowered(group, "grad")
-    assert "jax_ep_cuda_dispatch" in text and "_xla_stream_annotation" not in text
+    assert "@jax_ep_cuda_dispatch(" in text
+    assert "_xla_stream_annotation" not in text and "_uncaptured" not in text
 
 
 @pytest.mark.parametrize("backend, platform", [(None, "cpu"), (None, "tpu"), ("xla", "cuda")])

@@ -38,13 +38,15 @@ def register(primitive: Primitive, op: str, reference: Callable) -> None:
                 return lower_reference(ctx, *operands, spec=spec, **params)
             (position,) = _lower_position(ctx, spec)
             position_aval = jax.core.ShapedArray((2,), np.int32)
+            # Compute does not overlap with what is in a command buffer.
+            asynchronous = spec.group.overlap and platform == "cuda"
             call = functools.partial(
-                jax.ffi.ffi_lowering(target),
+                jax.ffi.ffi_lowering(f"{target}_uncaptured" if asynchronous else target),
                 ctx.replace(avals_in=[position_aval, *ctx.avals_in]),
                 **_attributes(spec),
                 **{name: _ATTRIBUTE_VALUES.get(value, value) for name, value in params.items()},
             )
-            if spec.group.overlap and platform == "cuda":
+            if asynchronous:
                 return overlap.on_collective_stream(ctx, target, call, [position, *operands])
             return call(position, *operands)
 

@@ -137,6 +137,9 @@ NB_MODULE(_cuda, module) {
     targets["jax_ep_cuda_prepare"] = ffi_cuda::Target(JaxEpCudaPrepare);
     targets["jax_ep_cuda_dispatch"] = ffi_cuda::Target(JaxEpCudaDispatch);
     targets["jax_ep_cuda_combine"] = ffi_cuda::Target(JaxEpCudaCombine);
+    targets["jax_ep_cuda_prepare_uncaptured"] = ffi_cuda::Target(JaxEpCudaPrepareUncaptured);
+    targets["jax_ep_cuda_dispatch_uncaptured"] = ffi_cuda::Target(JaxEpCudaDispatchUncaptured);
+    targets["jax_ep_cuda_combine_uncaptured"] = ffi_cuda::Target(JaxEpCudaCombineUncaptured);
     return targets;
   }, "FFI targets by name.");
   module.def("machine_info", &ffi_cuda::MachineInfo,
