@@ -137,6 +137,6 @@ def test_same_results():
         results = [jax.jit(run.per_rank(group, functools.partial(PROGRAMS["grad"], group)))(*args)
                    for group in (plain, overlapped)]
         assert_same_bits(*results)
-        handle = jax.jit(run.per_rank(
-            overlapped, functools.partial(run.prepare, overlapped, CASE)))(args[1])
+        handle = jax.block_until_ready(jax.jit(run.per_rank(
+            overlapped, functools.partial(run.prepare, overlapped, CASE)))(args[1]))
     assert_same_bits(handle.slots, oracle.prepare(CASE.oracle_config, args[1]).slots)
