@@ -227,7 +227,8 @@ class Group:
     def close(self) -> None:
         """Frees what the Group holds; using it afterwards is an error. May be called twice.
 
-        With backend "cuda" every process should close at the same point of its program, and waits
+        Programs that use it should have ended (`jax.block_until_ready`): what they have not begun
+        yet would be such a use. With backend "cuda" every process should close at the same point of its program, and waits
         a few seconds for the others.
         """
         if self.closed:
