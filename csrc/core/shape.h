@@ -8,7 +8,7 @@
 namespace jax_ep {
 
 // How a rank's received rows are arranged. The values are the FFI attribute
-// `layout`, named in jax_ep/primitives/ffi.py.
+// `layout`, named in jax_ep/primitives/lowering.py.
 enum class Layout : int32_t {
   kExpert = 0,  // grouped by local expert; one row per (token, k) pair
   kRank = 1,    // grouped by source rank; one row per (token, this rank)

@@ -432,17 +432,22 @@ class World {
   std::vector<Workspace> workspaces_;
 };
 
+// Appends a case that differs from `base` by `change`.
+auto Adder(std::vector<Case>* cases, const Case& base) {
+  return [cases, base](const char* name, auto change) {
+    Case c = base;
+    c.name = name;
+    change(c);
+    cases->push_back(c);
+  };
+}
+
 std::vector<Case> Cases() {
   std::vector<Case> cases;
   for (const Layout layout : {Layout::kExpert, Layout::kRank, Layout::kPadded}) {
     Case base;
     base.layout = layout;
-    auto add = [&](const char* name, auto change) {
-      Case c = base;
-      c.name = name;
-      change(c);
-      cases.push_back(c);
-    };
+    const auto add = Adder(&cases, base);
     add("plain", [](Case&) {});
     add("one rank", [](Case& c) { c.num_ranks = 1; });
     add("three ranks", [](Case& c) { c.num_ranks = 3; c.num_experts = 9; });
@@ -479,7 +484,7 @@ std::vector<Case> Cases() {
   return cases;
 }
 
-// Every layout, dtype class and way of moving rows, as little of each as has several tiles.
+// Every layout, dtype class and way of moving rows, with few tokens.
 std::vector<Case> SmallCases(double timeout_s) {
   std::vector<Case> cases;
   for (const Layout layout : {Layout::kExpert, Layout::kRank, Layout::kPadded}) {
@@ -488,12 +493,7 @@ std::vector<Case> SmallCases(double timeout_s) {
     base.num_tokens = 40;
     base.num_sms = 2;
     base.timeout_s = timeout_s;
-    auto add = [&](const char* name, auto change) {
-      Case c = base;
-      c.name = name;
-      change(c);
-      cases.push_back(c);
-    };
+    const auto add = Adder(&cases, base);
     add("one rank", [](Case& c) { c.num_ranks = 1; });
     add("two ranks", [](Case&) {});
     add("three ranks, tight, aligned", [](Case& c) {

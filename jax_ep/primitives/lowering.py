@@ -69,7 +69,7 @@ _ATTRIBUTE_VALUES = {
 
 
 def _attributes(spec: HandleSpec) -> dict:
-    """The FFI attributes that all operations have. xla_ffi/cpu/meet.h reads them."""
+    """The FFI attributes that all operations have. BindCommon of xla_ffi/decode.h reads them."""
     return {
         "group": np.int64(spec.group.id),
         "layout": np.int32(LAYOUTS.index(spec.layout)),

@@ -32,7 +32,7 @@ struct Instance {
   cpu::Rendezvous rendezvous;
 };
 
-// The attributes of every operation (jax_ep/primitives/ffi.py names them).
+// The attributes of every operation (jax_ep/primitives/lowering.py names them).
 struct Call {
   const char* op;
   int64_t group_id;
