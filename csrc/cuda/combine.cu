@@ -28,8 +28,8 @@ struct alignas(16) Term {
   uint64_t marked_row;
   Acc weight;
 
-  static constexpr uint64_t kEndsRank = uint64_t{1} << 63;  // the partial sum is rounded after it
-  static constexpr uint64_t kWhole = uint64_t{1} << 62;     // it is a partial sum, rounded already
+  static constexpr uint64_t kEndsRank = uint64_t{1} << 63;  // the last one of its rank
+  static constexpr uint64_t kWhole = uint64_t{1} << 62;     // the only one, and rounded already
   __device__ const std::byte* row() const {
     return reinterpret_cast<const std::byte*>(marked_row & ~(kEndsRank | kWhole));
   }
@@ -83,17 +83,19 @@ class Sums {
 
   __device__ void AddPartial(const std::byte* row) {
     if (threadIdx.x % 32 == 0) {
-      terms_[count_] = {reinterpret_cast<uint64_t>(row) | Term<Acc>::kWhole, 1};
+      terms_[count_] = {
+          reinterpret_cast<uint64_t>(row) | Term<Acc>::kWhole | Term<Acc>::kEndsRank, 1};
     }
     ++count_;
     __syncwarp();
   }
 
-  // Writes the sum to `out`.
+  // Writes the sum to `out`. With kPartial all rows are of one rank.
+  template <bool kPartial>
   __device__ void Sum(const Leaf& leaf, std::byte* out) {
     if ((reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(leaf.rows) |
          static_cast<uintptr_t>(leaf.row_bytes)) % 16 == 0) {
-      SumPieces(static_cast<int32_t>(leaf.row_bytes), out);
+      SumPieces<kPartial>(static_cast<int32_t>(leaf.row_bytes), out);
     } else {
       SumElements(leaf.row_bytes / static_cast<int64_t>(sizeof(Storage)), out);
     }
@@ -102,7 +104,7 @@ class Sums {
  private:
   // Of a row, at a time: as much as a lane can hold the sums of in registers.
   static constexpr int32_t kPieceBytes =
-      std::min<int32_t>(kRingPieceBytes, 1024 * static_cast<int32_t>(sizeof(Storage)));
+      std::min<int32_t>(Ring::kPieceBytes, 1024 * static_cast<int32_t>(sizeof(Storage)));
   static constexpr int kVectors = kPieceBytes / (32 * 16);  // of a lane
   static constexpr int kElements = kVectorElements<T>;
 
@@ -123,61 +125,74 @@ class Sums {
     }
   }
 
+  // A row's pieces, of all terms in turn, then the next piece of all.
+  template <bool kPartial>
   __device__ void SumPieces(int32_t row_bytes, std::byte* out) {
-    const int32_t lane = threadIdx.x % 32;
-    int32_t load_offset = 0;
-    int32_t load_term = 0;
+    if (count_ == 0) return FillRow(out, row_bytes, 0);
+    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+    // What this lane loads next.
+    int32_t load_term = lane % count_;
+    int32_t load_offset = lane / count_ * kPieceBytes;
+    int32_t unloaded = (row_bytes + kPieceBytes - 1) / kPieceBytes * count_;  // pieces
     auto load_next = [&] {
-      if (load_offset >= row_bytes || count_ == 0) return ring_.LoadNothing();
-      ring_.Load(terms_[load_term].row() + load_offset, min(kPieceBytes, row_bytes - load_offset));
-      if (++load_term == count_) {
-        load_term = 0;
+      if (unloaded <= 0) return ring_.LoadNothing();
+      ring_.Load(terms_[load_term].row() + load_offset,
+                 max(0, min(kPieceBytes, row_bytes - load_offset)));
+      unloaded -= Ring::kBatch;
+      for (load_term += Ring::kBatch; load_term >= count_; load_term -= count_) {
         load_offset += kPieceBytes;
       }
     };
-    for (int i = 0; i < kRingSlots - 1; ++i) load_next();
+    for (int i = 0; i < Ring::kLoadsAhead; ++i) load_next();
 
-    for (int32_t offset = 0; offset < row_bytes; offset += kPieceBytes) {
-      // Vectors past the end of the row are summed too, whatever they are, but not stored.
-      Acc total[kVectors][kElements] = {};
-      Acc partial[kVectors][kElements] = {};
-      for (int32_t t = 0; t < count_; ++t) {
-        load_next();
+    // Vectors past the end of the row are summed too, whatever they are, but not stored.
+    Acc total[kVectors][kElements] = {};
+    Acc partial[kVectors][kElements] = {};
+    int32_t offset = 0;
+    int32_t t = 0;
+    while (offset < row_bytes) {
+      load_next();
+      const auto* piece = reinterpret_cast<const uint4*>(ring_.Front()) + lane;
+      for (int i = 0; i < Ring::kBatch && offset < row_bytes; ++i) {
         const Term<Acc> term = terms_[t];
-        const auto* const piece = reinterpret_cast<const uint4*>(ring_.Front()) + lane;
+        uint4 vectors[kVectors];
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) vectors[v] = piece[v * 32];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           Acc x[kElements];
-          Unpack<T>(piece[v * 32], x);
-          if (term.whole()) {
+          Unpack<T>(vectors[v], x);
 #pragma unroll
-            for (int e = 0; e < kElements; ++e) total[v][e] += x[e];
-          } else {
+          for (int e = 0; e < kElements; ++e) {
+            partial[v][e] = MultiplyAdd(term.weight, x[e], partial[v][e]);
+          }
+        }
+        piece += Ring::kPieceBytes / 16;
+        ++t;
+        if (!kPartial && term.ends_rank()) {
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            if (!term.whole()) Unpack<T>(Pack<T>(partial[v]), partial[v]);
 #pragma unroll
             for (int e = 0; e < kElements; ++e) {
-              partial[v][e] = MultiplyAdd(term.weight, x[e], partial[v][e]);
+              total[v][e] += partial[v][e];
+              partial[v][e] = 0;
             }
           }
         }
-        ring_.Pop();
-        if (term.whole() || !term.ends_rank()) continue;
+        if (t < count_) continue;
+        t = 0;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          Acc rounded[kElements];
-          Unpack<T>(Pack<T>(partial[v]), rounded);
+          const int32_t place = offset + (v * 32 + lane) * 16;
+          auto& sum = kPartial ? partial[v] : total[v];
+          if (place < row_bytes) Store(reinterpret_cast<uint4*>(out + place), Pack<T>(sum));
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) {
-            total[v][e] += rounded[e];
-            partial[v][e] = 0;
-          }
+          for (int e = 0; e < kElements; ++e) sum[e] = 0;
         }
+        offset += kPieceBytes;
       }
-      const int32_t num_vectors = min(kPieceBytes, row_bytes - offset) / 16;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (lane + v * 32 >= num_vectors) break;
-        Store(reinterpret_cast<uint4*>(out + offset) + lane + v * 32, Pack<T>(total[v]));
-      }
+      ring_.Pop();
     }
   }
 
@@ -189,13 +204,9 @@ class Sums {
       for (int32_t t = 0; t < count_; ++t) {
         const Term<Acc> term = terms_[t];
         const Acc x = T::Load(Load(reinterpret_cast<const Storage*>(term.row()) + i));
-        if (term.whole()) {
-          total += x;
-          continue;
-        }
         partial = MultiplyAdd(term.weight, x, partial);
         if (!term.ends_rank()) continue;
-        total += T::Load(T::Round(partial));
+        total += term.whole() ? partial : T::Load(T::Round(partial));
         partial = 0;
       }
       Store(reinterpret_cast<Storage*>(out) + i, T::Round(total));
@@ -238,7 +249,7 @@ __device__ bool PushToken(const MoveArgs& args, Sums& sums, int32_t source, int3
     const Leaf& leaf = args.leaves[i];
     sums.Clear();
     sums.AddLocal(leaf, slots);
-    sums.Sum(leaf, staged + leaf.staging_offset);
+    sums.template Sum<true>(leaf, staged + leaf.staging_offset);
   }
   for (int half = 0; half < 2; ++half) {
     if (args.values.rows == nullptr || slots[half] == kNoSlot) continue;
@@ -300,7 +311,7 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
         sums.AddPartial(StagedRow(args, workspace.rank, rank, token) + leaf.staging_offset);
       }
     }
-    sums.Sum(leaf, out);
+    sums.template Sum<false>(leaf, out);
   }
 
   for (int half = 0; half < 2; ++half) {
@@ -367,14 +378,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   if (warp == num_warps - 1) {
     publisher.Run([&](int32_t task) { operation.Ready(source_of(task), token_of(task)); });
   } else {
-    // All push one, so that the others soon have something to reduce.
-    const uint32_t most = warp < num_warps / 2 ? ~0u : 1;
-    ForEachTask(
-        operation, kPushQueue, int64_t{peers} * shape.max_tokens_per_rank,
-        [&](int32_t task) {
-          if (PushToken(args, sums, source_of(task), token_of(task))) publisher.Finished(task);
-        },
-        most);
+    if (warp < num_warps / 2) {
+      ForEachTask(operation, kPushQueue, int64_t{peers} * shape.max_tokens_per_rank,
+                  [&](int32_t task) {
+                    if (PushToken(args, sums, source_of(task), token_of(task))) {
+                      publisher.Finished(task);
+                    }
+                  });
+    }
     publisher.End();
   }
   ForEachTask(operation, kReduceQueue, args.common.num_tokens,

@@ -19,7 +19,6 @@ namespace {
 constexpr int kWarps = 16;
 // Of these the warps that stage to the end, unless shared memory allows fewer.
 constexpr int kStageWarps = 8;
-constexpr int kCastWarps = 12;
 constexpr int kStageQueue = 0;
 constexpr int kPullQueue = 1;
 
@@ -253,7 +252,7 @@ Status LaunchWith(cudaStream_t stream, MoveArgs args) {
       casts ? DispatchKernel<Mover, Ring, true> : DispatchKernel<Mover, Ring, false>;
   constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
   args.stage_warps = static_cast<int32_t>(
-      casts ? std::min<int64_t>(kCastWarps, MaxSharedBytes(kernel) / kBytes) : kStageWarps);
+      casts ? std::min<int64_t>(kStageWarps, MaxSharedBytes(kernel) / kBytes) : kStageWarps);
   const int64_t warps = Mover::kSharedBytes > 0 ? kWarps : casts ? args.stage_warps : 0;
   return Launch(kernel, args.common.workspace.num_sms, kWarps * 32, warps * kBytes, stream, args);
 }

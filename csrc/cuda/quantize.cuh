@@ -35,63 +35,103 @@ __device__ __forceinline__ void StoreScale(const Leaf& leaf, std::byte* scales, 
   StoreValue(scales + block * bytes, scale.bits, bytes);
 }
 
-// A row of dtype T, by vectors. Every block lies in the vectors of a group of neighbouring lanes.
+// The largest Magnitude in the block of vector `threadIdx.x % 4` of this lane's four. A block lies in
+// one vector each of `kGroup` neighbouring lanes.
+template <typename T, int kGroup>
+__device__ __forceinline__ uint32_t LargestMagnitude(const uint4 (&vectors)[4]) {
+  const uint32_t mine = threadIdx.x % 4;
+  if constexpr (sizeof(typename T::Storage) == 2) {
+    // Two magnitudes a word: they are ordered as their bits are.
+    uint32_t most[4];
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      most[v] = __vmaxu2(__vmaxu2(vectors[v].x & 0x7fff7fff, vectors[v].y & 0x7fff7fff),
+                         __vmaxu2(vectors[v].z & 0x7fff7fff, vectors[v].w & 0x7fff7fff));
+    }
+    // Of vectors 0 and 1, and of 2 and 3.
+    uint32_t low = __vmaxu2(__byte_perm(most[0], most[1], 0x5410),
+                            __byte_perm(most[0], most[1], 0x7632));
+    uint32_t high = __vmaxu2(__byte_perm(most[2], most[3], 0x5410),
+                             __byte_perm(most[2], most[3], 0x7632));
+#pragma unroll
+    for (int delta = 1; delta < kGroup; delta *= 2) {
+      low = __vmaxu2(low, __shfl_xor_sync(~0u, low, delta));
+      high = __vmaxu2(high, __shfl_xor_sync(~0u, high, delta));
+    }
+    const uint32_t both = mine < 2 ? low : high;
+    return Magnitude(T::Load(static_cast<uint16_t>(mine % 2 == 0 ? both : both >> 16)));
+  } else {
+    uint32_t most[4];
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      most[v] = max(max(vectors[v].x & 0x7fffffff, vectors[v].y & 0x7fffffff),
+                    max(vectors[v].z & 0x7fffffff, vectors[v].w & 0x7fffffff));
+#pragma unroll
+      for (int delta = 1; delta < kGroup; delta *= 2) {
+        most[v] = max(most[v], __shfl_xor_sync(~0u, most[v], delta));
+      }
+    }
+    const uint32_t low = mine % 2 == 0 ? most[0] : most[1];
+    const uint32_t high = mine % 2 == 0 ? most[2] : most[3];
+    return mine < 2 ? low : high;
+  }
+}
+
+// A row of dtype T, by vectors, four of each lane together.
 template <typename T, typename Ring>
 __device__ void CastVectors(Ring& ring, const Leaf& leaf, const std::byte* token,
                             std::byte* values, std::byte* scales) {
   using Storage = typename T::Storage;
   constexpr int kElements = kVectorElements<T>;
-  constexpr int kAtOnce = 2;
-  constexpr int kGroup = kBlockColumns / kElements;      // lanes
-  constexpr int kVectors = kRingPieceBytes / (32 * 16);  // of a lane
-  const int32_t lane = threadIdx.x % 32;
+  constexpr int kGroup = kBlockColumns / kElements;  // lanes
+  static_assert(Ring::kPieceBytes == 4 * 32 * 16);
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const auto bytes = static_cast<int32_t>(leaf.row_bytes * sizeof(Storage));
   int32_t load_offset = 0;
   auto load_next = [&] {
     if (load_offset >= bytes) return ring.LoadNothing();
-    ring.Load(token + load_offset, min(kRingPieceBytes, bytes - load_offset));
-    load_offset += kRingPieceBytes;
+    const int32_t from = load_offset + lane * Ring::kPieceBytes;
+    ring.Load(token + from, max(0, min(Ring::kPieceBytes, bytes - from)));
+    load_offset += Ring::kBatchBytes;
   };
-  for (int i = 0; i < kRingSlots - 1; ++i) load_next();
-  for (int32_t offset = 0; offset < bytes; offset += kRingPieceBytes) {
-    load_next();
-    const auto* const piece = reinterpret_cast<const uint4*>(ring.Front());
-    for (int first = 0; first < kVectors; first += kAtOnce) {
-      // Step by step for some vectors together, so that they seldom wait for results.
-      const int32_t begin = offset + (first * 32 + lane) * 16;
-      float x[kAtOnce][kElements];
-      uint32_t magnitude[kAtOnce] = {};
-      BlockScale scale[kAtOnce];
+  for (int i = 0; i < Ring::kLoadsAhead; ++i) load_next();
+  const uint4* batch = nullptr;
+  for (int32_t offset = 0; offset < bytes; offset += Ring::kPieceBytes) {
+    const int32_t in_batch = offset % Ring::kBatchBytes;
+    if (in_batch == 0) {
+      load_next();
+      batch = reinterpret_cast<const uint4*>(ring.Front());
+    }
+    const auto place = [&](int v) { return offset + (v * 32 + lane) * 16; };
+    uint4 vectors[4];
 #pragma unroll
-      for (int v = 0; v < kAtOnce; ++v) {
-        Unpack<T>(piece[(first + v) * 32 + lane], x[v]);
+    for (int v = 0; v < 4; ++v) {
+      vectors[v] = place(v) < bytes ? batch[in_batch / 16 + v * 32 + lane] : uint4{};
+    }
+    if (in_batch + Ring::kPieceBytes == Ring::kBatchBytes ||
+        offset + Ring::kPieceBytes >= bytes) {
+      ring.Pop();
+    }
+    // A division is long: each lane computes one scale of its group's four.
+    const BlockScale scale = ScaleOf(leaf.quantize, LargestMagnitude<T, kGroup>(vectors));
+    if (lane % kGroup < 4 && place(lane % 4) < bytes) {
+      const int32_t column = place(lane % 4) / static_cast<int32_t>(sizeof(Storage));
+      StoreScale(leaf, scales, column / kBlockColumns, scale);
+    }
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) magnitude[v] = max(magnitude[v], Magnitude(x[v][i]));
-        if (begin + v * 512 >= bytes) magnitude[v] = 0;
-      }
-#pragma unroll
-      for (int delta = 1; delta < kGroup; delta *= 2) {
-#pragma unroll
-        for (int v = 0; v < kAtOnce; ++v) {
-          magnitude[v] = max(magnitude[v], __shfl_xor_sync(~0u, magnitude[v], delta));
-        }
-      }
-#pragma unroll
-      for (int v = 0; v < kAtOnce; ++v) scale[v] = ScaleOf(leaf.quantize, magnitude[v]);
-#pragma unroll
-      for (int v = 0; v < kAtOnce; ++v) {
-        if (begin + v * 512 >= bytes) break;
-        const int32_t column = (begin + v * 512) / static_cast<int32_t>(sizeof(Storage));
-        const uint32_t low = CastFour(&x[v][0], scale[v].inverse);
-        if constexpr (kElements == 8) {
-          *reinterpret_cast<uint2*>(values + column) = {low, CastFour(&x[v][4], scale[v].inverse)};
-        } else {
-          *reinterpret_cast<uint32_t*>(values + column) = low;
-        }
-        if (lane % kGroup == 0) StoreScale(leaf, scales, column / kBlockColumns, scale[v]);
+    for (int v = 0; v < 4; ++v) {
+      const float inverse = __shfl_sync(~0u, scale.inverse, v, 4);
+      float x[kElements];
+      Unpack<T>(vectors[v], x);
+      const uint32_t low = CastFour(&x[0], inverse);
+      if (place(v) >= bytes) continue;
+      std::byte* const to = values + place(v) / static_cast<int32_t>(sizeof(Storage));
+      if constexpr (kElements == 8) {
+        *reinterpret_cast<uint2*>(to) = {low, CastFour(&x[4], inverse)};
+      } else {
+        *reinterpret_cast<uint32_t*>(to) = low;
       }
     }
-    ring.Pop();
   }
 }
 

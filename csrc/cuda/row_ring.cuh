@@ -7,33 +7,40 @@
 #include "csrc/cuda/ptx/async_copy.cuh"
 #include "csrc/cuda/ptx/tma.cuh"
 
-// A warp's queue of row pieces, which travel into slots of shared memory while earlier ones are
-// being summed. All lanes make all calls:
+// A warp's queue of row pieces, which travel into shared memory while earlier ones are being summed.
+// They come and go in batches, because waiting for one takes as many instructions as adding it. All
+// lanes make all calls:
 //
-//   Load(from, bytes)  asks for a piece; or LoadNothing(). At most kSlots - 1 loads lie between a
-//                      Front and the load that it waits for.
-//   Front()            waits for the oldest piece and gives its address; lane l may read its vectors
-//                      l, l + 32, ...
+//   Load(from, bytes)  asks for a batch: each of the lanes below kBatch names a piece, or none by 0
+//                      bytes; or LoadNothing(). kStages - 1 loads, none more, lie between a Front
+//                      and the load that it waits for.
+//   Front()            waits for the oldest batch and gives its address; its pieces are kPieceBytes
+//                      apart, and lane l may read their vectors l, l + 32, ...
 //   Pop()              is done with it.
 //
 // Addresses and sizes are multiples of 16 bytes.
 namespace jax_ep::cuda {
 
-inline constexpr int kRingSlots = 6;
-inline constexpr int kRingPieceBytes = 2048;
+struct RingShape {
+  static constexpr int kPieceBytes = 2048;
+  static constexpr int kBatch = 2;
+  static constexpr int kBatchBytes = kBatch * kPieceBytes;
+  static constexpr int kStages = 3;
+  static constexpr int kLoadsAhead = kStages - 1;
+};
 
 // By the copy engine (sm_90).
-class BulkRing {
+class BulkRing : public RingShape {
  public:
   // The copy engine is slower where slots are not aligned to 128 bytes.
-  static constexpr int64_t kSharedBytes = kRingSlots * kRingPieceBytes + 128;
+  static constexpr int64_t kSharedBytes = kStages * kBatchBytes + 128;
 
   __device__ explicit BulkRing(std::byte* shared)
-      : slots_(shared),
-        barriers_(reinterpret_cast<uint64_t*>(shared + kRingSlots * kRingPieceBytes)) {
+      : batches_(shared),
+        barriers_(reinterpret_cast<uint64_t*>(shared + kStages * kBatchBytes)) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x % 32 == 0) {
-      for (int i = 0; i < kRingSlots; ++i) ptx::BarrierInit(&barriers_[i], 1);
+      for (int i = 0; i < kStages; ++i) ptx::BarrierInit(&barriers_[i], kBatch);
       ptx::FenceBarrierInit();
     }
     __syncwarp();
@@ -42,11 +49,15 @@ class BulkRing {
 
   __device__ __forceinline__ void Load(const std::byte* from, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % 32 == 0) {
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < kBatch) {
       ptx::BarrierExpect(&barriers_[back_], bytes);
-      ptx::BulkLoad(slots_ + back_ * kRingPieceBytes, from, bytes, &barriers_[back_]);
+      if (bytes != 0) {
+        ptx::BulkLoad(batches_ + back_ * kBatchBytes + lane * kPieceBytes, from,
+                      bytes, &barriers_[back_]);
+      }
     }
-    back_ = back_ + 1 == kRingSlots ? 0 : back_ + 1;
+    back_ = back_ + 1 == kStages ? 0 : back_ + 1;
 #endif
   }
   __device__ __forceinline__ void LoadNothing() {}
@@ -55,51 +66,56 @@ class BulkRing {
 #if __CUDA_ARCH__ >= 900
     ptx::BarrierWait(&barriers_[front_], round_);
 #endif
-    return slots_ + front_ * kRingPieceBytes;
+    return batches_ + front_ * kBatchBytes;
   }
 
   __device__ __forceinline__ void Pop() {
-    // The next load into the slot is by another proxy than the reads from it.
+    // The next load into the batch's place is by another proxy than the reads from it.
     ptx::FenceProxyAsyncShared();
     __syncwarp();
-    front_ = front_ + 1 == kRingSlots ? 0 : front_ + 1;
+    front_ = front_ + 1 == kStages ? 0 : front_ + 1;
     round_ ^= front_ == 0;
   }
 
  private:
-  std::byte* const slots_;
+  std::byte* const batches_;
   uint64_t* const barriers_;
   int front_ = 0;
   int back_ = 0;
-  uint32_t round_ = 0;  // parity of the front slot's barrier
+  uint32_t round_ = 0;  // parity of the front batch's barrier
 };
 
 // By asynchronous copies of single vectors (sm_80): each lane copies what it reads itself.
-class VectorRing {
+class VectorRing : public RingShape {
  public:
-  static constexpr int64_t kSharedBytes = kRingSlots * kRingPieceBytes;
+  static constexpr int64_t kSharedBytes = kStages * kBatchBytes;
 
-  __device__ explicit VectorRing(std::byte* shared) : slots_(shared) {}
+  __device__ explicit VectorRing(std::byte* shared) : batches_(shared) {}
 
   __device__ __forceinline__ void Load(const std::byte* from, uint32_t bytes) {
-    std::byte* const slot = slots_ + back_ * kRingPieceBytes;
-    for (uint32_t offset = threadIdx.x % 32 * 16; offset < bytes; offset += 32 * 16) {
-      ptx::AsyncCopy16(slot + offset, from + offset);
+    for (int i = 0; i < kBatch; ++i) {
+      std::byte* const to = batches_ + back_ * kBatchBytes + i * kPieceBytes;
+      const auto* const piece = reinterpret_cast<const std::byte*>(
+          __shfl_sync(~0u, reinterpret_cast<uint64_t>(from), i));
+      const uint32_t end = __shfl_sync(~0u, bytes, i);
+      for (uint32_t offset = threadIdx.x % 32 * 16; offset < end; offset += 32 * 16) {
+        ptx::AsyncCopy16(to + offset, piece + offset);
+      }
     }
     ptx::AsyncCommit();
-    back_ = back_ + 1 == kRingSlots ? 0 : back_ + 1;
+    back_ = back_ + 1 == kStages ? 0 : back_ + 1;
   }
   __device__ __forceinline__ void LoadNothing() { ptx::AsyncCommit(); }
 
   __device__ __forceinline__ const std::byte* Front() {
-    ptx::AsyncWait<kRingSlots - 1>();
-    return slots_ + front_ * kRingPieceBytes;
+    ptx::AsyncWait<kStages - 1>();
+    return batches_ + front_ * kBatchBytes;
   }
 
-  __device__ __forceinline__ void Pop() { front_ = front_ + 1 == kRingSlots ? 0 : front_ + 1; }
+  __device__ __forceinline__ void Pop() { front_ = front_ + 1 == kStages ? 0 : front_ + 1; }
 
  private:
-  std::byte* const slots_;
+  std::byte* const batches_;
   int front_ = 0;
   int back_ = 0;
 };
