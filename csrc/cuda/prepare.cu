@@ -337,7 +337,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       if (dropped != 0) atomicAdd(args.routing.num_dropped, dropped);
       const int64_t rows = totals[workspace.rank];
       if (blockIdx.x == 0) {
-        *args.routing.num_rows = static_cast<int32_t>(rows < shape.capacity ? rows : shape.capacity);
+        *args.routing.num_rows =
+            static_cast<int32_t>(rows < shape.capacity ? rows : shape.capacity);
       }
     }
   } else {
