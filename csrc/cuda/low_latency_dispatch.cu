@@ -274,7 +274,7 @@ __device__ bool Count(const Common& common, Operation& operation, LowLatencyChan
                       const Indices<LowLatencyChannel>& indices, int32_t num_pairs, int32_t begin,
                       const Counters& counters) {
   const Shape& shape = common.shape;
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 6;
   int32_t rank = 0;
   for (int32_t base = threadIdx.x; base < num_pairs; base += kThreads * kAtOnce) {
     Source sources[kAtOnce];
