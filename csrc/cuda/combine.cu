@@ -1,14 +1,15 @@
 #include <algorithm>
-#include <type_traits>
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/slots.h"
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/payload.cuh"
 #include "csrc/cuda/publisher.cuh"
 #include "csrc/cuda/row_ring.cuh"
 #include "csrc/cuda/signal.cuh"
+#include "csrc/cuda/sum.cuh"
 #include "csrc/cuda/vector.cuh"
 
 // Every rank sums its rows for each token of the other ranks and pushes the partial sum into the
@@ -72,7 +73,7 @@ class Sums {
         terms_[count_ + __popc(mine & ((1u << lane) - 1))] = {
             reinterpret_cast<uint64_t>(leaf.rows + slots[half] * leaf.row_bytes) |
                 (once ? Term<Acc>::kWhole : 0),
-            Weight(slots[half])};
+            RowWeight<Acc>(args_, slots[half])};
       }
       count_ += __popc(mine);
     }
@@ -107,23 +108,6 @@ class Sums {
       std::min<int32_t>(Ring::kPieceBytes, 1024 * static_cast<int32_t>(sizeof(Storage)));
   static constexpr int kVectors = kPieceBytes / (32 * 16);  // of a lane
   static constexpr int kElements = kVectorElements<T>;
-
-  __device__ Acc Weight(int32_t slot) const {
-    if (args_.row_weights == nullptr) return 1;
-    if (args_.weight_dtype == DType::kF64) {
-      return static_cast<Acc>(reinterpret_cast<const double*>(args_.row_weights)[slot]);
-    }
-    return reinterpret_cast<const float*>(args_.row_weights)[slot];
-  }
-
-  // With weight 1 this is the plain sum: the product is exact.
-  static __device__ __forceinline__ Acc MultiplyAdd(Acc weight, Acc x, Acc sum) {
-    if constexpr (std::is_same_v<Acc, float>) {
-      return __fmaf_rn(weight, x, sum);
-    } else {
-      return __fma_rn(weight, x, sum);
-    }
-  }
 
   // A row's pieces, of all terms in turn, then the next piece of all.
   template <bool kPartial>
@@ -334,21 +318,6 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
   }
 }
 
-// Fills this block's share of the results where nothing can be known of them.
-__device__ void Poison(const MoveArgs& args) {
-  const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);
-  for (int64_t token = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
-       token < args.common.num_tokens; token += warps) {
-    for (int32_t i = 0; i < args.num_leaves; ++i) {
-      const Leaf& leaf = args.leaves[i];
-      FillRow(leaf.tokens + token * leaf.row_bytes, leaf.row_bytes, kPoison);
-    }
-    if (args.values.tokens == nullptr) continue;
-    const int64_t bytes = int64_t{args.values.bytes} * args.common.shape.num_topk;
-    FillRow(args.values.tokens + token * bytes, bytes, kPoison);
-  }
-}
-
 template <typename T, typename Ring>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     CombineKernel(const __grid_constant__ MoveArgs args) {
@@ -359,7 +328,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
                         static_cast<uint32_t>(args.num_leaves);
   Operation operation(args.common, Op::kCombine, site);
-  if (!operation.Enter()) return Poison(args);
+  if (!operation.Enter()) return PoisonTokens(args);
 
   const int32_t warp = threadIdx.x / 32;
   const int32_t num_warps = blockDim.x / 32;

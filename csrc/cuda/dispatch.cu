@@ -5,6 +5,7 @@
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/mover.cuh"
+#include "csrc/cuda/payload.cuh"
 #include "csrc/cuda/publisher.cuh"
 #include "csrc/cuda/quantize.cuh"
 #include "csrc/cuda/row_ring.cuh"
@@ -158,25 +159,13 @@ template <typename Wanted>
 __device__ void FillRows(const MoveArgs& args, int32_t num_threads, uint8_t value, Wanted wanted) {
   const Shape& shape = args.common.shape;
   const int32_t lane = threadIdx.x % 32;
-  const int32_t values_per_row = shape.layout == Layout::kRank ? shape.num_topk : 1;
-  const int64_t value_bytes = int64_t{args.values.bytes} * values_per_row;
   const int64_t num_rows = shape.num_rows();
   // A warp looks at 32 rows together.
   for (int64_t base = int64_t{blockIdx.x} * num_threads + threadIdx.x / 32 * 32; base < num_rows;
        base += int64_t{gridDim.x} * num_threads) {
     const bool mine = base + lane < num_rows && wanted(args.row_source[base + lane]);
     for (uint32_t left = __ballot_sync(~0u, mine); left != 0; left &= left - 1) {
-      const int64_t row = base + __ffs(left) - 1;
-      for (int32_t i = 0; i < args.num_leaves; ++i) {
-        const Leaf& leaf = args.leaves[i];
-        FillRow(leaf.rows + row * leaf.row_bytes, leaf.row_bytes, value);
-        if (leaf.scales != nullptr) {
-          FillRow(leaf.scales + row * leaf.scale_bytes, leaf.scale_bytes, value);
-        }
-      }
-      if (args.values.rows != nullptr) {
-        FillRow(args.values.rows + row * value_bytes, value_bytes, value);
-      }
+      FillPayloadRow(args, base + __ffs(left) - 1, value);
     }
   }
 }

@@ -16,8 +16,19 @@ Status CheckStaging(const MoveArgs& args) {
                        " bytes, and this Group's workspace has room for " + std::to_string(room));
 }
 
+Status CheckLowLatency(const MoveArgs& args) {
+  if (!args.common.workspace.layout.low_latency) {
+    return Status::Error("this Group has no low-latency buffers: the program was made for another");
+  }
+  if (args.common.shape.layout == Layout::kRank) {
+    return Status::Error("the low-latency path has no layout rank");
+  }
+  return CheckStaging(args);
+}
+
 Status LoadKernels() {
-  for (Status (*load)() : {LoadPrepare, LoadDispatch, LoadCombine}) {
+  for (Status (*load)() : {LoadPrepare, LoadDispatch, LoadCombine, LoadLowLatencyDispatch,
+                           LoadLowLatencyCombine}) {
     if (Status status = load(); !status.ok()) return status;
   }
   return Status();

@@ -24,17 +24,22 @@ struct Common {
   const int32_t* position = nullptr;  // [2], from the program
 };
 
+// What prepare finds out, for this rank.
+struct Routing {
+  int32_t* slots = nullptr;          // [T, K]
+  int32_t* row_source = nullptr;     // [rows]
+  int32_t* row_topk_idx = nullptr;   // [rows, K] in layout rank
+  int32_t* recv_slots = nullptr;     // [R, max_tokens_per_rank, K]
+  int32_t* group_sizes = nullptr;    // [E_local]
+  int32_t* expert_counts = nullptr;  // [E_local]
+  int32_t* num_rows = nullptr;       // []
+  int32_t* num_dropped = nullptr;    // []
+};
+
 struct PrepareArgs {
   Common common;
   const int32_t* topk_idx = nullptr;  // [T, K]
-  int32_t* slots = nullptr;           // [T, K]
-  int32_t* row_source = nullptr;      // [rows]
-  int32_t* row_topk_idx = nullptr;    // [rows, K] in layout rank
-  int32_t* recv_slots = nullptr;      // [R, max_tokens_per_rank, K]
-  int32_t* group_sizes = nullptr;     // [E_local]
-  int32_t* expert_counts = nullptr;   // [E_local]
-  int32_t* num_rows = nullptr;        // []
-  int32_t* num_dropped = nullptr;     // []
+  Routing routing;
 };
 
 // One leaf: what combine and dispatch move, between tokens [T, row_bytes] and rows.
@@ -79,18 +84,45 @@ struct MoveArgs {
   DType weight_dtype = DType::kF32;
 };
 
+// Which half of a low-latency operation a kernel is; without a ticket it is both.
+struct Split {
+  bool sends = true;
+  bool receives = true;
+  uint32_t* ticket = nullptr;  // [2], which the sending half writes and the receiving one reads
+};
+
+// prepare and dispatch in one, of up to kMaxLeaves leaves; layouts expert and padded.
+struct LowLatencyDispatchArgs {
+  MoveArgs move;  // of its routing only topk_idx
+  Routing routing;
+  Split split;
+};
+
+// combine, without pair values; layouts expert and padded.
+struct LowLatencyCombineArgs {
+  MoveArgs move;
+  Split split;
+};
+
 Status Prepare(cudaStream_t stream, const PrepareArgs& args);
 Status Dispatch(cudaStream_t stream, const MoveArgs& args);
 Status Combine(cudaStream_t stream, const MoveArgs& args);
+Status LowLatencyDispatch(cudaStream_t stream, const LowLatencyDispatchArgs& args);
+Status LowLatencyCombine(cudaStream_t stream, const LowLatencyCombineArgs& args);
 
 // Loads every kernel on the current device, so that none is loaded while a peer spins on it.
 Status LoadKernels();
 Status LoadPrepare();
 Status LoadDispatch();
 Status LoadCombine();
+Status LoadLowLatencyDispatch();
+Status LoadLowLatencyCombine();
 
 // An error if rows of this payload are longer than the group's staging has room for.
 Status CheckStaging(const MoveArgs& args);
+
+// An error if a low-latency kernel cannot do this: no buffers, layout rank, or too long rows.
+Status CheckLowLatency(const MoveArgs& args);
 
 // Success, or the text of a CUDA error.
 Status CheckCuda(cudaError_t error, const char* what);

@@ -3,6 +3,7 @@
 #include "csrc/core/slots.h"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/placement.cuh"
 #include "csrc/cuda/signal.cuh"
 
 // Every rank sends its topk_idx to all others, and then computes the rows of all pairs by itself: a
@@ -17,67 +18,20 @@ constexpr int kMaxWarps = 16;
 constexpr int kPairsAtOnce = 4;
 constexpr int kTopkAtOnce = 8;
 
+__device__ int64_t Thread() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ int64_t NumThreads() { return int64_t{gridDim.x} * blockDim.x; }
+
+using AllIndices = Indices<Operation>;
+
 // What is sorted by: the expert, or in layout rank the rank.
 JAX_EP_HOST_DEVICE int32_t NumKeys(const Shape& shape) {
   return shape.layout == Layout::kRank ? shape.num_ranks : shape.num_experts;
 }
 
-// All ranks' indices, as they are sent to this one.
-class Indices {
- public:
-  __device__ Indices(const PrepareArgs& args, Operation& operation, const int32_t* first_token)
-      : shape_(args.common.shape),
-        operation_(operation),
-        words_(reinterpret_cast<const uint64_t*>(
-            args.common.workspace.base[args.common.workspace.rank] +
-            args.common.workspace.layout.topk_offset())),
-        first_token_(first_token) {}
-
-  // The rank and token, as Source has them, of token number `index` among all ranks' tokens, which
-  // is not of a rank before `rank`.
-  __device__ Source Find(int32_t index, int32_t rank) const {
-    while (index >= first_token_[rank + 1]) ++rank;
-    return {rank, index - first_token_[rank], 0};
-  }
-
-  // The entry of a pair in tables [R, max_tokens_per_rank, K].
-  __device__ int64_t Entry(const Source& source) const {
-    return (int64_t{source.rank} * shape_.max_tokens_per_rank + source.token) * shape_.num_topk +
-           source.k;
-  }
-
-  // A pair's expert, in two steps, so that several loads can be under way together.
-  __device__ uint64_t Load(const Source& source) const {
-    return ptx::LoadRelaxedSys(words_ + Entry(source));
-  }
-  __device__ int32_t Expert(const Source& source, uint64_t loaded) const {
-    int32_t expert;
-    return operation_.WaitWord(source.rank, words_ + Entry(source), loaded, &expert) ? expert : -1;
-  }
-
- private:
-  const Shape& shape_;
-  Operation& operation_;
-  const uint64_t* words_;
-  const int32_t* first_token_;
-};
-
-// The word for one of this rank's indices: -1 where it names no expert.
-__device__ uint64_t Checked(const PrepareArgs& args, Operation& operation, int32_t expert) {
-  const int32_t num_experts = args.common.shape.num_experts;
-  if (expert >= -1 && expert < num_experts) return operation.Word(expert);
-  operation.Fail(Phase::kInput, args.common.workspace.rank, num_experts, expert);
-  return operation.Word(-1);
-}
-
 // Sends this rank's indices, and how many tokens it has, to every rank.
-__device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
+__device__ void Send(const PrepareArgs& args, Operation& operation) {
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
-  const int64_t num_pairs = int64_t{args.common.num_tokens} * shape.num_topk;
-  const int64_t mine = int64_t{workspace.rank} * shape.max_tokens_per_rank * shape.num_topk;
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
   if (blockIdx.x == 0) {
     for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += blockDim.x) {
       ptx::StoreRelaxedSys(&operation.Of(peer)->num_tokens[workspace.rank],
@@ -85,91 +39,12 @@ __device__ void SendIndices(const PrepareArgs& args, Operation& operation) {
       operation.Ready(peer, 0);  // says what this rank prepares
     }
   }
-  auto words = [&](int32_t peer) {
-    std::byte* const topk = workspace.base[peer] + workspace.layout.topk_offset();
-    return reinterpret_cast<uint64_t*>(topk) + mine;
-  };
-  // By two, as far as all addresses allow it.
-  const bool aligned = (reinterpret_cast<uintptr_t>(args.topk_idx) / 4 | mine) % 2 == 0;
-  const int64_t num_twos = aligned ? num_pairs / 2 : 0;
-  for (int64_t i = thread; i < num_twos; i += num_threads) {
-    const int2 experts = reinterpret_cast<const int2*>(args.topk_idx)[i];
-    const ulonglong2 both = {Checked(args, operation, experts.x),
-                             Checked(args, operation, experts.y)};
-    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      ptx::StoreRelaxedSys(reinterpret_cast<ulonglong2*>(words(peer)) + i, both);
-    }
-  }
-  for (int64_t i = num_twos * 2 + thread; i < num_pairs; i += num_threads) {
-    const uint64_t word = Checked(args, operation, args.topk_idx[i]);
-    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      ptx::StoreRelaxedSys(words(peer) + i, word);
-    }
-  }
-}
-
-// Everything that is not written pair by pair.
-__device__ void Clear(const PrepareArgs& args) {
-  const Shape& shape = args.common.shape;
-  const int64_t start = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  auto fill = [&](int32_t* to, int64_t count, int32_t value) {
-    for (int64_t i = start; i < count; i += stride) to[i] = value;
-  };
-  fill(args.row_source, shape.num_rows(), -1);
-  fill(args.slots, int64_t{args.common.num_tokens} * shape.num_topk, kNoSlot);
-  fill(args.recv_slots, int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk,
-       kNoSlot);
-  if (shape.layout == Layout::kRank) {
-    fill(args.row_topk_idx, shape.num_rows() * shape.num_topk, -1);
-  }
-  fill(args.group_sizes, shape.num_local_experts(), 0);
-  fill(args.expert_counts, shape.num_local_experts(), 0);
-  fill(args.num_rows, 1, 0);
-  fill(args.num_dropped, 1, 0);
-}
-
-// In layouts expert and padded: this rank's sizes, and each expert's first row in `offsets`,
-// clipped at capacity, beyond which rows do not matter. One warp a rank.
-__device__ void PlaceExperts(const PrepareArgs& args, const int32_t* counts, int32_t* offsets) {
-  const Shape& shape = args.common.shape;
-  const int32_t num_local = shape.num_local_experts();
-  const int32_t lane = threadIdx.x % 32;
-  for (int32_t rank = threadIdx.x / 32; rank < shape.num_ranks; rank += blockDim.x / 32) {
-    const bool writes = blockIdx.x == 0 && rank == args.common.workspace.rank;
-    int64_t offset = 0;
-    int32_t num_rows = 0;
-    int32_t num_dropped = 0;
-    for (int32_t begin = 0; begin < num_local; begin += 32) {
-      const int32_t local = begin + lane;
-      const int32_t count = local < num_local ? counts[rank * num_local + local] : 0;
-      const int64_t rows = ExpertRows(shape, count);
-      int64_t end = rows;  // inclusive prefix sum over the warp
-      for (int32_t delta = 1; delta < 32; delta *= 2) {
-        const int64_t below = __shfl_up_sync(~0u, end, delta);
-        if (lane >= delta) end += below;
-      }
-      const int64_t first = shape.layout == Layout::kPadded ? 0 : offset + end - rows;
-      offset += __shfl_sync(~0u, end, 31);
-      if (local >= num_local) continue;
-      const int64_t size = ClippedSize(first, rows, shape.capacity);
-      offsets[rank * num_local + local] =
-          static_cast<int32_t>(first < shape.capacity ? first : shape.capacity);
-      if (writes) {
-        args.group_sizes[local] = static_cast<int32_t>(size);
-        args.expert_counts[local] = count;
-        num_rows += static_cast<int32_t>(size);
-        num_dropped += count - static_cast<int32_t>(ClippedSize(first, count, shape.capacity));
-      }
-    }
-    if (!writes) continue;
-    num_rows = __reduce_add_sync(~0u, num_rows);
-    num_dropped = __reduce_add_sync(~0u, num_dropped);
-    if (lane == 0) {
-      *args.num_rows = num_rows;
-      *args.num_dropped = num_dropped;
-    }
-  }
+  const int64_t mine = int64_t{workspace.rank} * shape.max_tokens_per_rank * shape.num_topk;
+  SendIndices(args.common, args.topk_idx, operation, operation, Thread(), NumThreads(),
+              [&](int32_t peer) {
+                std::byte* const topk = workspace.base[peer] + workspace.layout.topk_offset();
+                return reinterpret_cast<uint64_t*>(topk) + mine;
+              });
 }
 
 // A warp's share of all ranks' tokens, and its counter of each key in shared memory: first how
@@ -183,13 +58,14 @@ struct Share {
 
 // Integers in shared memory that a warp has: the counters, and what TokenSort keeps after them.
 JAX_EP_HOST_DEVICE int32_t WarpInts(const Shape& shape) {
-  return shape.layout == Layout::kRank ? 2 * shape.num_ranks : shape.num_experts;
+  return shape.layout == Layout::kRank ? 2 * shape.num_ranks + 32 * shape.num_topk
+                                       : shape.num_experts;
 }
 
 // Layouts expert and padded: the pairs, sorted by expert. A lane stands for a pair.
 class PairSort {
  public:
-  __device__ PairSort(const PrepareArgs& args, const Indices& indices, const Share& share)
+  __device__ PairSort(const PrepareArgs& args, const AllIndices& indices, const Share& share)
       : args_(args), indices_(indices), share_(share) {}
 
   __device__ void Count() {
@@ -201,24 +77,18 @@ class PairSort {
   __device__ void Place(const int32_t* offsets) {
     const Shape& shape = args_.common.shape;
     const int32_t rank = args_.common.workspace.rank;
-    const int32_t lane = threadIdx.x % 32;
     ForEach([&](const Source& source, int32_t expert) {
-      const uint32_t same = __match_any_sync(~0u, expert);
-      int32_t position = 0;
-      if (expert >= 0) position = share_.counters[expert] + __popc(same & ((1u << lane) - 1));
-      __syncwarp();
-      if (expert >= 0 && lane == 31 - __clz(same)) share_.counters[expert] += __popc(same);
-      __syncwarp();
+      const int32_t position = NextPosition(share_.counters, expert);
       if (expert < 0) return;
       const int32_t slot =
           PairSlot(shape, expert % shape.num_local_experts(), offsets[expert], position);
       if (slot == kNoSlot) return;
       if (source.rank == rank) {
-        args_.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
+        args_.routing.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
       }
       if (shape.rank_of_expert(expert) != rank) return;
-      args_.row_source[slot] = EncodeSource(shape, source);
-      args_.recv_slots[indices_.Entry(source)] = slot;
+      args_.routing.row_source[slot] = EncodeSource(shape, source);
+      args_.routing.recv_slots[indices_.Entry(source)] = slot;
     });
   }
 
@@ -231,9 +101,11 @@ class PairSort {
     const int32_t end = share_.end * num_topk;
     for (int32_t base = share_.begin * num_topk; base < end; base += 32 * kPairsAtOnce) {
       if (base != loaded_) Load(base, end);
-#pragma unroll
+      // Not unrolled: what runs once is as slow as its instructions are many, for they must be loaded.
+#pragma unroll 1
       for (int u = 0; u < kPairsAtOnce; ++u) {
-        if (base + u * 32 < end) visit(sources_[u], experts_[u]);
+        if (base + u * 32 < end) visit(sources_[0], experts_[0]);
+        Rotate();
       }
     }
   }
@@ -258,8 +130,21 @@ class PairSort {
     loaded_ = base;
   }
 
+  // The batch's next 32 pairs come first; after all of them, it is as before.
+  __device__ __forceinline__ void Rotate() {
+    const Source source = sources_[0];
+    const int32_t expert = experts_[0];
+#pragma unroll
+    for (int u = 0; u + 1 < kPairsAtOnce; ++u) {
+      sources_[u] = sources_[u + 1];
+      experts_[u] = experts_[u + 1];
+    }
+    sources_[kPairsAtOnce - 1] = source;
+    experts_[kPairsAtOnce - 1] = expert;
+  }
+
   const PrepareArgs& args_;
-  const Indices& indices_;
+  const AllIndices& indices_;
   const Share& share_;
   // The batch loaded last, and where it begins.
   Source sources_[kPairsAtOnce];
@@ -270,102 +155,103 @@ class PairSort {
 // Layout rank: the tokens, sorted by each rank that they have a pair on. A lane stands for a token.
 class TokenSort {
  public:
-  __device__ static void Count(const PrepareArgs& args, const Indices& indices,
-                               const Share& share) {
-    uint32_t* const with_row = WithRow(args, share);
-    ForEach(args, indices, share, [&](const Source&) {
-      for (int32_t target = threadIdx.x % 32; target < args.common.shape.num_ranks; target += 32) {
-        share.counters[target] += __popc(with_row[target]);
-      }
-    });
+  __device__ TokenSort(const PrepareArgs& args, const AllIndices& indices, const Share& share)
+      : args_(args),
+        indices_(indices),
+        share_(share),
+        with_row_(reinterpret_cast<uint32_t*>(share.counters + args.common.shape.num_ranks)),
+        experts_(share.counters + 2 * args.common.shape.num_ranks) {}
+
+  __device__ void Count() {
+    for (int32_t base = share_.begin; base < share_.end; base += 32) {
+      Load(base);
+      AddRows();
+    }
   }
 
   // `kept` and `routed` count this block's pairs of each local expert.
-  __device__ static void Place(const PrepareArgs& args, const Indices& indices,
-                               const Share& share, int32_t* kept, int32_t* routed,
-                               int32_t* dropped) {
-    const Shape& shape = args.common.shape;
-    const int32_t rank = args.common.workspace.rank;
-    const uint32_t before = (1u << (threadIdx.x % 32)) - 1;
-    const uint32_t* const with_row = WithRow(args, share);
-    ForEach(args, indices, share, [&](const Source& token) {
-      ForEachPair(args, indices, token, [&](const Source& source, int32_t expert) {
+  __device__ void Place(int32_t* kept, int32_t* routed, int32_t* dropped) {
+    const Shape& shape = args_.common.shape;
+    const Routing& routing = args_.routing;
+    const int32_t rank = args_.common.workspace.rank;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t before = (1u << lane) - 1;
+    for (int32_t base = share_.begin; base < share_.end; base += 32) {
+      if (base != loaded_) Load(base);
+      Source source = token_;
+#pragma unroll 1
+      for (source.k = 0; source.k < shape.num_topk; ++source.k) {
+        const int32_t expert = experts_[source.k * 32 + lane];
+        if (expert < 0) continue;
         const int32_t target = shape.rank_of_expert(expert);
-        const int32_t row = share.counters[target] + __popc(with_row[target] & before);
+        const int32_t row = share_.counters[target] + __popc(with_row_[target] & before);
         const int32_t slot = row < shape.capacity ? row : kNoSlot;
         if (source.rank == rank) {
-          args.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
+          routing.slots[int64_t{source.token} * shape.num_topk + source.k] = slot;
         }
-        if (target != rank) return;
-        const int32_t local = expert % shape.num_local_experts();
+        if (target != rank) continue;
+        const int32_t local = expert - rank * shape.num_local_experts();
         atomicAdd(&routed[local], 1);
         if (slot == kNoSlot) {
           atomicAdd(dropped, 1);
-          return;
+          continue;
         }
         atomicAdd(&kept[local], 1);
-        args.row_source[slot] = EncodeSource(shape, source);
-        args.recv_slots[indices.Entry(source)] = slot;
-        args.row_topk_idx[int64_t{slot} * shape.num_topk + source.k] = local;
-      });
-      __syncwarp();
-      for (int32_t target = threadIdx.x % 32; target < shape.num_ranks; target += 32) {
-        share.counters[target] += __popc(with_row[target]);
+        routing.row_source[slot] = EncodeSource(shape, source);
+        routing.recv_slots[indices_.Entry(source)] = slot;
+        routing.row_topk_idx[int64_t{slot} * shape.num_topk + source.k] = local;
       }
-    });
+      __syncwarp();
+      AddRows();
+    }
   }
 
  private:
-  // In shared memory after the counters, by rank: which of the warp's 32 tokens have a row there.
-  __device__ static uint32_t* WithRow(const PrepareArgs& args, const Share& share) {
-    return reinterpret_cast<uint32_t*>(share.counters + args.common.shape.num_ranks);
-  }
-
-  // Calls `visit` with the routed pairs of this lane's token and their experts.
-  template <typename Visit>
-  __device__ static void ForEachPair(const PrepareArgs& args, const Indices& indices,
-                                     Source source, Visit visit) {
-    const int32_t num_topk = args.common.shape.num_topk;
-    if (source.rank < 0) return;
-    for (int32_t base = 0; base < num_topk; base += kTopkAtOnce) {
+  // Finds out which of 32 tokens have a row where. Lanes without a token have no experts.
+  __device__ void Load(int32_t base) {
+    const Shape& shape = args_.common.shape;
+    const uint32_t lane = threadIdx.x % 32;
+    const int32_t index = base + static_cast<int32_t>(lane);
+    __syncwarp();
+    for (int32_t target = lane; target < shape.num_ranks; target += 32) with_row_[target] = 0;
+    __syncwarp();
+    token_ = index < share_.end ? indices_.Find(index, share_.rank) : Source{-1, 0, 0};
+    Source source = token_;
+    for (int32_t first = 0; first < shape.num_topk; first += kTopkAtOnce) {
       uint64_t words[kTopkAtOnce];
 #pragma unroll
       for (int u = 0; u < kTopkAtOnce; ++u) {
-        source.k = base + u;
-        if (source.k < num_topk) words[u] = indices.Load(source);
+        source.k = first + u;
+        if (token_.rank >= 0 && source.k < shape.num_topk) words[u] = indices_.Load(source);
       }
 #pragma unroll
       for (int u = 0; u < kTopkAtOnce; ++u) {
-        source.k = base + u;
-        if (source.k >= num_topk) break;
-        const int32_t expert = indices.Expert(source, words[u]);
-        if (expert >= 0) visit(source, expert);
+        source.k = first + u;
+        if (source.k >= shape.num_topk) break;
+        const int32_t expert = token_.rank >= 0 ? indices_.Expert(source, words[u]) : -1;
+        experts_[source.k * 32 + lane] = expert;
+        if (expert >= 0) atomicOr(&with_row_[shape.rank_of_expert(expert)], 1u << lane);
       }
     }
+    __syncwarp();
+    loaded_ = base;
   }
 
-  // Calls `visit` for 32 tokens at a time, once it is known which have a row where; lanes without a
-  // token get rank -1.
-  template <typename Visit>
-  __device__ static void ForEach(const PrepareArgs& args, const Indices& indices,
-                                 const Share& share, Visit visit) {
-    const Shape& shape = args.common.shape;
-    const uint32_t lane = threadIdx.x % 32;
-    uint32_t* const with_row = WithRow(args, share);
-    for (int32_t base = share.begin; base < share.end; base += 32) {
-      __syncwarp();
-      for (int32_t target = lane; target < shape.num_ranks; target += 32) with_row[target] = 0;
-      __syncwarp();
-      const int32_t index = base + static_cast<int32_t>(lane);
-      Source source{-1, 0, 0};
-      if (index < share.end) source = indices.Find(index, share.rank);
-      ForEachPair(args, indices, source, [&](const Source&, int32_t expert) {
-        atomicOr(&with_row[shape.rank_of_expert(expert)], 1u << lane);
-      });
-      __syncwarp();
-      visit(source);
+  // Counts the loaded tokens' rows on every rank.
+  __device__ void AddRows() {
+    for (int32_t target = threadIdx.x % 32; target < args_.common.shape.num_ranks; target += 32) {
+      share_.counters[target] += __popc(with_row_[target]);
     }
+    __syncwarp();
   }
+
+  const PrepareArgs& args_;
+  const AllIndices& indices_;
+  const Share& share_;
+  uint32_t* const with_row_;  // by rank: which of the loaded tokens have a row there
+  int32_t* const experts_;    // of the loaded tokens, [K, 32]
+  Source token_;              // this lane's
+  int32_t loaded_ = -1;       // the first of the loaded tokens; loaded once if there are no more
 };
 
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
@@ -377,14 +263,11 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   const int32_t num_warps = blockDim.x / 32;
   const int32_t num_blocks = gridDim.x;
   const bool by_rank = shape.layout == Layout::kRank;
-  const uint32_t site = static_cast<uint32_t>(shape.layout) +
-                        static_cast<uint32_t>(shape.capacity) * 5 +
-                        static_cast<uint32_t>(shape.expert_alignment) * 7919;
-  Operation operation(args.common, Op::kPrepare, site);
-  if (!operation.Enter()) return Clear(args);
+  Operation operation(args.common, Op::kPrepare, RoutingSite(shape));
+  if (!operation.Enter()) return ClearRouting(args.common, args.routing, Thread(), NumThreads());
 
-  SendIndices(args, operation);
-  Clear(args);
+  Send(args, operation);
+  ClearRouting(args.common, args.routing, Thread(), NumThreads());
 
   // first_token[r] is the first of rank r's tokens among all.
   __shared__ int32_t first_token[kMaxRanks + 1];
@@ -395,17 +278,12 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                       operation.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
     first_token[rank + 1] = came ? num_tokens : 0;
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    first_token[0] = 0;
-    for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
-      first_token[rank + 1] += first_token[rank];
-    }
-  }
-  __syncthreads();
+  SumTokens(shape.num_ranks, first_token);
 
   // Each warp takes consecutive tokens and counts what it has of each key.
-  const Indices indices(args, operation, first_token);
+  const auto* const words = reinterpret_cast<const uint64_t*>(workspace.base[workspace.rank] +
+                                                             workspace.layout.topk_offset());
+  const AllIndices indices(shape, operation, words, first_token);
   const int32_t num_keys = NumKeys(shape);
   const int32_t num_tokens = first_token[shape.num_ranks];
   const int32_t per_warp = (num_tokens + num_warps * num_blocks - 1) / (num_warps * num_blocks);
@@ -421,8 +299,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   for (int32_t i = threadIdx.x; i < num_warps * warp_ints; i += blockDim.x) counters[i] = 0;
   __syncthreads();
   PairSort pairs(args, indices, share);
+  TokenSort tokens(args, indices, share);
   if (by_rank) {
-    TokenSort::Count(args, indices, share);
+    tokens.Count();
   } else {
     pairs.Count();
   }
@@ -466,21 +345,22 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     for (int32_t i = threadIdx.x; i < 2 * shape.num_local_experts(); i += blockDim.x) kept[i] = 0;
     if (threadIdx.x == 0) dropped = 0;
     __syncthreads();
-    TokenSort::Place(args, indices, share, kept, routed, &dropped);
+    tokens.Place(kept, routed, &dropped);
     __syncthreads();
     for (int32_t i = threadIdx.x; i < shape.num_local_experts(); i += blockDim.x) {
-      if (kept[i] != 0) atomicAdd(&args.group_sizes[i], kept[i]);
-      if (routed[i] != 0) atomicAdd(&args.expert_counts[i], routed[i]);
+      if (kept[i] != 0) atomicAdd(&args.routing.group_sizes[i], kept[i]);
+      if (routed[i] != 0) atomicAdd(&args.routing.expert_counts[i], routed[i]);
     }
     if (threadIdx.x == 0) {
-      if (dropped != 0) atomicAdd(args.num_dropped, dropped);
+      if (dropped != 0) atomicAdd(args.routing.num_dropped, dropped);
       const int64_t rows = totals[workspace.rank];
       if (blockIdx.x == 0) {
-        *args.num_rows = static_cast<int32_t>(rows < shape.capacity ? rows : shape.capacity);
+        *args.routing.num_rows =
+            static_cast<int32_t>(rows < shape.capacity ? rows : shape.capacity);
       }
     }
   } else {
-    PlaceExperts(args, totals, offsets);
+    PlaceExperts(args.common, args.routing, totals, offsets);
     __syncthreads();
     pairs.Place(offsets);
   }

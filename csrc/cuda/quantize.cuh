@@ -135,34 +135,62 @@ __device__ void CastVectors(Ring& ring, const Leaf& leaf, const std::byte* token
   }
 }
 
+// Columns of a lane when a warp casts a block.
+inline constexpr int kLaneColumns = kBlockColumns / 32;
+
+// Casts a block of up to 128 columns by one warp: this lane's columns lane, lane + 32, ... in `cast`,
+// the first in the low byte.
+template <typename T>
+__device__ __forceinline__ BlockScale CastBlock(Quantize quantize,
+                                                const typename T::Storage* block,
+                                                int32_t columns, uint32_t* cast) {
+  float x[kLaneColumns] = {};
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneColumns; ++i) {
+    const int32_t column = i * 32 + static_cast<int32_t>(threadIdx.x % 32);
+    if (column < columns) x[i] = T::Load(block[column]);
+    magnitude = max(magnitude, Magnitude(x[i]));
+  }
+  const BlockScale scale = ScaleOf(quantize, __reduce_max_sync(~0u, magnitude));
+  *cast = CastFour(x, scale.inverse);
+  return scale;
+}
+
+// Stores what CastBlock has given this lane.
+__device__ __forceinline__ void StoreBlock(uint32_t cast, int32_t columns, std::byte* values) {
+#pragma unroll
+  for (int i = 0; i < kLaneColumns; ++i) {
+    const int32_t column = i * 32 + static_cast<int32_t>(threadIdx.x % 32);
+    if (column < columns) values[column] = static_cast<std::byte>(cast >> (8 * i));
+  }
+}
+
 // Any row of dtype T, a block at a time.
 template <typename T>
 __device__ void CastBlocks(const Leaf& leaf, const std::byte* token, std::byte* values,
                            std::byte* scales) {
-  constexpr int kLaneColumns = kBlockColumns / 32;
   const auto* const from = reinterpret_cast<const typename T::Storage*>(token);
-  const int32_t lane = threadIdx.x % 32;
   int32_t block = 0;
   for (int64_t line = 0; line < leaf.row_bytes; line += leaf.columns) {
     for (int32_t first = 0; first < leaf.columns; first += kBlockColumns, ++block) {
-      float x[kLaneColumns] = {};
-      uint32_t magnitude = 0;
-#pragma unroll
-      for (int i = 0; i < kLaneColumns; ++i) {
-        const int32_t column = first + i * 32 + lane;
-        if (column < leaf.columns) x[i] = T::Load(from[line + column]);
-        magnitude = max(magnitude, Magnitude(x[i]));
-      }
-      const BlockScale scale = ScaleOf(leaf.quantize, __reduce_max_sync(~0u, magnitude));
-      const uint32_t cast = CastFour(x, scale.inverse);
-#pragma unroll
-      for (int i = 0; i < kLaneColumns; ++i) {
-        const int32_t column = first + i * 32 + lane;
-        if (column < leaf.columns) values[line + column] = static_cast<std::byte>(cast >> (8 * i));
-      }
-      if (lane == 0) StoreScale(leaf, scales, block, scale);
+      const int32_t columns = leaf.columns - first;
+      uint32_t cast;
+      const BlockScale scale =
+          CastBlock<T>(leaf.quantize, from + line + first, columns, &cast);
+      StoreBlock(cast, columns, values + line + first);
+      if (threadIdx.x % 32 == 0) StoreScale(leaf, scales, block, scale);
     }
   }
+}
+
+// Whether every block of the leaf's rows lies in whole vectors of them.
+__device__ __forceinline__ bool CastsVectors(const Leaf& leaf) {
+  const bool whole_blocks = leaf.columns % kBlockColumns == 0 || leaf.columns == leaf.row_bytes;
+  return whole_blocks && (reinterpret_cast<uintptr_t>(leaf.tokens) |
+                          static_cast<uintptr_t>(leaf.row_bytes * StorageBytes(leaf.dtype))) %
+                                 16 ==
+                             0;
 }
 
 template <typename T, typename Ring>
@@ -170,10 +198,7 @@ __device__ void CastRow(Ring& ring, const Leaf& leaf, int64_t token, std::byte* 
                         std::byte* scales) {
   const int64_t bytes = leaf.row_bytes * static_cast<int64_t>(sizeof(typename T::Storage));
   const std::byte* const from = leaf.tokens + token * bytes;
-  const bool whole_blocks = leaf.columns % kBlockColumns == 0 || leaf.columns == leaf.row_bytes;
-  const bool aligned =
-      (reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes)) % 16 == 0;
-  if (whole_blocks && aligned) {
+  if (CastsVectors(leaf)) {
     CastVectors<T>(ring, leaf, from, values, scales);
   } else {
     CastBlocks<T>(leaf, from, values, scales);

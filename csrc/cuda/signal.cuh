@@ -46,10 +46,19 @@ class Operation {
   __device__ __forceinline__ Control* Own() const { return Of(workspace_.rank); }
   __device__ __forceinline__ int32_t num_ranks() const { return workspace_.layout.num_ranks; }
 
+  __device__ __forceinline__ uint32_t epoch() const { return epoch_; }
+  __device__ __forceinline__ uint32_t tag() const { return tag_; }
+
   // Waits until every peer has left the operation before. False, for all threads of the block, if
   // the group is closed or has failed: then outputs are to be poisoned and nothing else is to be
   // touched. All threads of the block call it.
   __device__ __forceinline__ bool Enter() {
+    return EnterIf([this] { return PeersLeft(epoch_ - 1); });
+  }
+
+  // The same, with `check` for what a thread waits for.
+  template <typename Check>
+  __device__ __forceinline__ bool EnterIf(Check check) {
     const RankState& state = *workspace_.state;
     epoch_ = __ldcg(&state.epoch) + 1;
     if (__ldcg(&state.group) != workspace_.group) return false;  // the same for all threads
@@ -67,12 +76,23 @@ class Operation {
       if (!good) Fail(Phase::kPosition, subgroup, workspace_.rank, rank);
       good &= !Failed();
     }
+    good &= check();
+    return __syncthreads_and(good);
+  }
+
+  // Waits, as this thread's part of the block, until every peer has left `operation`, one before
+  // this.
+  __device__ __forceinline__ bool PeersLeft(uint32_t operation) {
+    const uint32_t before = epoch_ - 1;
+    bool left = true;
     for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
-      good &= WaitUntil(Phase::kEnter, peer, epoch_ - 1, &Own()->done[peer], [this](uint64_t word) {
-        return static_cast<int32_t>(Signal::Decode(word).epoch - (epoch_ - 1)) >= 0;
+      left &= WaitUntil(Phase::kEnter, peer, before, &Own()->done[peer], [&](uint64_t word) {
+        // As distances from here, which stay right when epochs wrap around.
+        const uint32_t behind = before - Signal::Decode(word).epoch;
+        return static_cast<int32_t>(behind) <= 0 || behind <= before - operation;
       });
     }
-    return __syncthreads_and(good);
+    return left;
   }
 
   // Tells `peer` that what this rank owes it for a token is in place: what the calling thread has
@@ -132,6 +152,12 @@ class Operation {
 
   // Ends the operation for this block; the last block tells the peers. All threads call it.
   __device__ __forceinline__ void Leave() {
+    Leave([](RankState*) {});
+  }
+
+  // The same; one thread of the last block calls `update` with the rank's state.
+  template <typename Update>
+  __device__ __forceinline__ void Leave(Update update) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -142,6 +168,7 @@ class Operation {
         state->barrier = 0;
         state->tasks[0] = state->tasks[1] = 0;
         state->epoch = epoch_;
+        update(state);
       }
     }
     __syncthreads();
@@ -179,6 +206,29 @@ class Operation {
     ptx::FenceSys();
   }
 
+  // Waits until `condition` holds of a word that `peer` writes. `begun` is the word by which the
+  // peer says what it runs: if that is not `mine`, in the same epoch, waiting is in vain.
+  template <typename Condition>
+  __device__ __forceinline__ bool WaitUntil(Phase phase, int32_t peer, uint64_t expected,
+                                            const uint64_t* word, Condition condition,
+                                            const uint64_t* begun, Signal mine) {
+    if (condition(ptx::LoadAcquireSys(word))) return true;
+    const uint64_t start = ptx::GlobalTimer();
+    while (true) {
+      const uint64_t value = ptx::LoadAcquireSys(word);
+      if (condition(value)) return true;
+      const Signal running = Signal::Decode(*reinterpret_cast<const volatile uint64_t*>(begun));
+      if (running.epoch == mine.epoch && running.tag != mine.tag) {
+        Fail(Phase::kMismatch, peer, mine.tag, running.tag);
+        return false;
+      }
+      if (Expired(start)) {
+        Fail(phase, peer, expected, value);
+        return false;
+      }
+    }
+  }
+
  private:
   // The word by which `from` tells `to` of a token.
   __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int32_t token) const {
@@ -194,22 +244,8 @@ class Operation {
   template <typename Condition>
   __device__ __forceinline__ bool WaitUntil(Phase phase, int32_t peer, uint64_t expected,
                                             const uint64_t* word, Condition condition) {
-    if (condition(ptx::LoadAcquireSys(word))) return true;
-    const uint64_t start = ptx::GlobalTimer();
-    while (true) {
-      const uint64_t value = ptx::LoadAcquireSys(word);
-      if (condition(value)) return true;
-      const Signal running =
-          Signal::Decode(*reinterpret_cast<volatile uint64_t*>(&Own()->running[peer]));
-      if (running.epoch == epoch_ && running.tag != tag_) {
-        Fail(Phase::kMismatch, peer, tag_, running.tag);
-        return false;
-      }
-      if (Expired(start)) {
-        Fail(phase, peer, expected, value);
-        return false;
-      }
-    }
+    return WaitUntil(phase, peer, expected, word, condition, &Own()->running[peer],
+                     Signal{epoch_, tag_});
   }
 
   const Workspace& workspace_;

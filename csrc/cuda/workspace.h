@@ -14,17 +14,29 @@ inline constexpr int32_t kMaxRanks = 72;    // an NVLink domain of a GB200 rack
 inline constexpr int32_t kMaxBlocks = 256;  // of a grid; more than any GPU has SMs
 inline constexpr int32_t kMaxTopk = 64;     // two pairs for each lane of a warp
 
-enum class Op : int32_t { kPrepare = 1, kDispatch = 2, kCombine = 3 };
+// The two halves of a low-latency operation follow it, so that one number leads to the others.
+enum class Op : int32_t {
+  kPrepare = 1,
+  kDispatch = 2,
+  kCombine = 3,
+  kLowLatencyDispatch = 4,
+  kLowLatencyDispatchStart = 5,
+  kLowLatencyDispatchDone = 6,
+  kLowLatencyCombine = 7,
+  kLowLatencyCombineStart = 8,
+  kLowLatencyCombineDone = 9,
+};
 
 // What a kernel was doing when it gave up.
 enum class Phase : int32_t {
-  kEnter = 1,       // waiting for a peer to leave the operation before
+  kEnter = 1,       // waiting for a peer to leave an operation before
   kReady = 2,       // waiting for a peer's data
   kBarrier = 3,     // waiting for the other blocks of its own grid
   kMismatch = 4,    // a peer runs another operation
   kPosition = 5,    // the program's mesh is not the group's
   kInput = 6,       // a topk_idx outside [-1, E)
   kPeerFailed = 7,  // a peer gave up and said so
+  kTicket = 8,      // a done without its start, or a start while two are in flight
 };
 
 // What a kernel writes in pinned host memory when it gives up. The first one stays.
@@ -38,6 +50,14 @@ struct alignas(64) ErrorRecord {
   uint64_t seen = 0;
 };
 
+// What a rank knows of one of its low-latency buffers.
+struct LowLatencyUse {
+  uint32_t epoch;      // of the operation that sent through it last
+  uint32_t tag;        // of that
+  uint32_t read;       // the last operation that read it
+  uint32_t in_flight;  // sent, and not read yet
+};
+
 // What a rank keeps between its kernels, in device memory, for itself. It outlives its group
 // (rank_states.h): a program that is replayed after the group was closed reads here that it was.
 struct alignas(128) RankState {
@@ -47,6 +67,8 @@ struct alignas(128) RankState {
   uint32_t barrier;       // arrivals at the grid barrier of the operation in flight
   uint32_t reported;      // the error record is taken
   uint32_t tasks[2];      // given out so far of each queue, in the operation in flight
+  uint32_t last_buffer;   // that a low-latency operation took
+  LowLatencyUse buffers[2];
 };
 
 // The start of every rank's workspace, written by the peers. Zero when the group is created.
@@ -57,6 +79,13 @@ struct Control {
   uint32_t failed;                 // 1 + a rank that gave up
 };
 
+// The start of each of a rank's low-latency buffers, written by the peers. Zero when the group is
+// created.
+struct LowLatencyControl {
+  uint64_t begun[kMaxRanks];       // signal words: the operation that the peer sends, or sent last
+  uint64_t num_tokens[kMaxRanks];  // words: of the peer in that, if it is a dispatch
+};
+
 // Sizes that all ranks agree on, and what follows from them.
 struct WorkspaceLayout {
   int32_t num_ranks = 0;
@@ -64,6 +93,7 @@ struct WorkspaceLayout {
   int32_t num_topk = 0;
   int32_t max_tokens_per_rank = 0;
   int64_t max_row_bytes = 0;
+  bool low_latency = false;  // whether there are the two low-latency buffers
 
   static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -92,7 +122,26 @@ struct WorkspaceLayout {
   JAX_EP_HOST_DEVICE int64_t staging_bytes() const {
     return RoundUp(staging_row_bytes() * num_ranks * max_tokens_per_rank);
   }
-  JAX_EP_HOST_DEVICE int64_t total_bytes() const { return staging_offset() + staging_bytes(); }
+  // The low-latency buffers. Each has a LowLatencyControl, ready words and indices as above, and
+  // rows [R, T] of the size of staged ones.
+  JAX_EP_HOST_DEVICE int64_t low_latency_offset(int32_t buffer) const {
+    return staging_offset() + staging_bytes() + buffer * low_latency_bytes();
+  }
+  JAX_EP_HOST_DEVICE int64_t low_latency_ready_offset(int32_t buffer) const {
+    return low_latency_offset(buffer) + RoundUp(sizeof(LowLatencyControl));
+  }
+  JAX_EP_HOST_DEVICE int64_t low_latency_topk_offset(int32_t buffer) const {
+    return low_latency_ready_offset(buffer) + ready_bytes();
+  }
+  JAX_EP_HOST_DEVICE int64_t low_latency_rows_offset(int32_t buffer) const {
+    return low_latency_topk_offset(buffer) + topk_bytes();
+  }
+  JAX_EP_HOST_DEVICE int64_t low_latency_bytes() const {
+    return RoundUp(sizeof(LowLatencyControl)) + ready_bytes() + topk_bytes() + staging_bytes();
+  }
+  JAX_EP_HOST_DEVICE int64_t total_bytes() const {
+    return low_latency_offset(low_latency ? 2 : 0);
+  }
 
   static constexpr int32_t kMaxLeaves = 8;
 };
@@ -105,6 +154,7 @@ struct Workspace {
   int32_t subgroup = 0;  // which of the mesh's independent groups this is
   int32_t rank = 0;      // in it
   int32_t num_sms = 0;          // blocks of the kernels that move rows
+  int32_t low_latency_sms = 0;  // the most blocks of a low-latency kernel
   uint64_t timeout_ns = 0;
   ErrorRecord* error = nullptr;     // pinned host memory, as the device sees it
   std::byte* base[kMaxRanks] = {};  // every rank's workspace, its own included

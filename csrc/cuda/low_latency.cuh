@@ -1,0 +1,258 @@
+#ifndef JAX_EP_CSRC_CUDA_LOW_LATENCY_CUH_
+#define JAX_EP_CSRC_CUDA_LOW_LATENCY_CUH_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/core/slots.h"
+#include "csrc/cuda/copy.cuh"
+#include "csrc/cuda/kernels.h"
+#include "csrc/cuda/ptx/memory.cuh"
+#include "csrc/cuda/signal.cuh"
+
+// What the low-latency kernels share. A block works on one token at a time where there are as many
+// blocks as tokens, so that all of its bytes are under way at once, and on a batch of them where
+// there are fewer. A rank pushes what the others need into one of their two buffers; the ready word
+// of a token follows the fence. docs/protocol.md has the argument.
+namespace jax_ep::cuda {
+
+inline constexpr int kLowLatencyThreads = 512;
+inline constexpr int kLowLatencyWarps = kLowLatencyThreads / 32;
+// Tokens that are told of after one fence.
+inline constexpr int kTokensPerFence = 8;
+
+static_assert(kTokensPerFence * kMaxTopk <= kLowLatencyThreads, "a thread for each pair of a batch");
+
+// One of the two buffers on all ranks, as a thread block of a low-latency operation uses it.
+class LowLatencyChannel {
+ public:
+  __device__ __forceinline__ LowLatencyChannel(const MoveArgs& args, Operation& operation,
+                                               const Split& split)
+      : workspace_(args.common.workspace),
+        row_bytes_(args.staging_row_bytes),
+        operation_(operation),
+        split_(split) {}
+
+  // Begins the operation with the buffer that it takes or has a ticket for; as Operation::Enter.
+  // A sender waits until every peer has left the operation that read this buffer last; not for
+  // later operations, which use the other or none. A receiver waits for nothing.
+  __device__ __forceinline__ bool Enter() {
+    const bool entered = operation_.EnterIf([this] {
+      if (!Take()) return false;
+      return !split_.sends || operation_.PeersLeft(__ldcg(&Use().read));
+    });
+    if (!entered || !split_.sends || blockIdx.x != 0) return entered;
+    for (int32_t peer = threadIdx.x; peer < operation_.num_ranks(); peer += blockDim.x) {
+      ptx::StoreRelaxedSys(&Control(peer)->begun[workspace_.rank], data_.Encode());
+    }
+    if (!split_.receives && threadIdx.x == 0) {
+      split_.ticket[0] = buffer_;
+      split_.ticket[1] = data_.epoch;
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void Leave() {
+    operation_.Leave([this](RankState* state) {
+      LowLatencyUse& use = state->buffers[buffer_];
+      if (split_.sends) {
+        state->last_buffer = buffer_;
+        use.epoch = data_.epoch;
+        use.tag = data_.tag;
+      }
+      if (split_.receives) use.read = operation_.epoch();
+      use.in_flight = !split_.receives;
+    });
+  }
+
+  // As those of Operation, for the operation that sends through the buffer.
+  __device__ __forceinline__ void Ready(int32_t peer, int32_t token) const {
+    ptx::StoreRelaxedSys(ReadyWord(peer, workspace_.rank, token), data_.Encode());
+  }
+  __device__ __forceinline__ bool WaitReady(int32_t peer, int32_t token) {
+    const uint64_t expected = data_.Encode();
+    return Wait(peer, ReadyWord(workspace_.rank, peer, token),
+                [expected](uint64_t word) { return word == expected; });
+  }
+  __device__ __forceinline__ uint64_t Word(int32_t value) const {
+    return Signal{data_.epoch, static_cast<uint32_t>(value)}.Encode();
+  }
+  __device__ __forceinline__ bool WaitWord(int32_t peer, const uint64_t* word, uint64_t seen,
+                                           int32_t* value) {
+    const bool came = Signal::Decode(seen).epoch == data_.epoch ||
+                      Wait(peer, word, [&](uint64_t now) {
+                        seen = now;
+                        return Signal::Decode(now).epoch == data_.epoch;
+                      });
+    *value = static_cast<int32_t>(Signal::Decode(seen).tag);
+    return came;
+  }
+
+  // Whether something that this thread has waited for did not come.
+  __device__ __forceinline__ bool lost() const { return lost_; }
+
+  __device__ __forceinline__ LowLatencyControl* Control(int32_t rank) const {
+    return reinterpret_cast<LowLatencyControl*>(
+        workspace_.base[rank] + workspace_.layout.low_latency_offset(buffer_));
+  }
+
+  // Rank `to`'s words of all ranks' indices, [R, max_tokens_per_rank, K].
+  __device__ __forceinline__ uint64_t* Topk(int32_t to) const {
+    return reinterpret_cast<uint64_t*>(workspace_.base[to] +
+                                       workspace_.layout.low_latency_topk_offset(buffer_));
+  }
+
+  // Where rank `from` puts its row for a token into rank `to`'s buffer.
+  __device__ __forceinline__ std::byte* Row(int32_t to, int32_t from, int32_t token) const {
+    const WorkspaceLayout& layout = workspace_.layout;
+    return workspace_.base[to] + layout.low_latency_rows_offset(buffer_) +
+           (int64_t{from} * layout.max_tokens_per_rank + token) * row_bytes_;
+  }
+
+ private:
+  __device__ __forceinline__ const LowLatencyUse& Use() const {
+    return workspace_.state->buffers[buffer_];
+  }
+
+  // Finds the buffer; false, for all threads, if there is none.
+  __device__ __forceinline__ bool Take() {
+    bool found;
+    uint32_t given = 0;
+    if (split_.sends) {
+      data_ = {operation_.epoch(), operation_.tag()};
+      buffer_ = 1 - __ldcg(&workspace_.state->last_buffer);
+      if (__ldcg(&Use().in_flight)) buffer_ = 1 - buffer_;
+      found = !__ldcg(&Use().in_flight);
+    } else {
+      // A done's number is one above that of its start.
+      data_ = {__ldcg(&split_.ticket[1]), operation_.tag() - (1u << Signal::kOpShift)};
+      given = data_.epoch;
+      buffer_ = __ldcg(&split_.ticket[0]);
+      found = buffer_ < 2;
+      if (!found) buffer_ = 0;
+      found &= __ldcg(&Use().in_flight) && __ldcg(&Use().epoch) == data_.epoch &&
+               __ldcg(&Use().tag) == data_.tag;
+    }
+    if (!found && threadIdx.x == 0) {
+      operation_.Fail(Phase::kTicket, workspace_.rank, __ldcg(&Use().epoch), given);
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int32_t token) const {
+    const WorkspaceLayout& layout = workspace_.layout;
+    return reinterpret_cast<uint64_t*>(workspace_.base[to] +
+                                       layout.low_latency_ready_offset(buffer_)) +
+           int64_t{from} * layout.max_tokens_per_rank + token;
+  }
+
+  template <typename Condition>
+  __device__ __forceinline__ bool Wait(int32_t peer, const uint64_t* word, Condition condition) {
+    const bool came = operation_.WaitUntil(Phase::kReady, peer, data_.Encode(), word, condition,
+                                           &Control(workspace_.rank)->begun[peer], data_);
+    lost_ |= !came;
+    return came;
+  }
+
+  const Workspace& workspace_;
+  const int64_t row_bytes_;
+  Operation& operation_;
+  const Split& split_;
+  Signal data_ = {};  // of the operation that sends
+  uint32_t buffer_ = 0;
+  bool lost_ = false;
+};
+
+// The number of an operation of which this is the whole or a half.
+__device__ __forceinline__ Op OpOf(Op whole, const Split& split) {
+  return static_cast<Op>(static_cast<int32_t>(whole) +
+                         (split.sends && split.receives ? 0 : split.sends ? 1 : 2));
+}
+
+// What ranks must agree on of a payload, as a number (see Operation).
+__device__ __forceinline__ uint32_t PayloadSite(const MoveArgs& args) {
+  return static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
+         static_cast<uint32_t>(args.num_leaves);
+}
+
+// Those of items 0 to `count` of which `wanted` holds, in order, by one warp; returns their number.
+template <typename Wanted>
+__device__ __forceinline__ int32_t Select(int32_t count, int32_t* selected, Wanted wanted) {
+  const int32_t lane = threadIdx.x % 32;
+  int32_t found = 0;
+  for (int32_t base = 0; base < count; base += 32) {
+    const bool mine = base + lane < count && wanted(base + lane);
+    const uint32_t all = __ballot_sync(~0u, mine);
+    if (mine) selected[found + __popc(all & ((1u << lane) - 1))] = base + lane;
+    found += __popc(all);
+  }
+  return found;
+}
+
+// Tells of what the block has put in place: `tell(i)`, for i from 0 to `count`, stores the words
+// for it. All threads of the block call this; one warp fences while the others go on.
+template <typename Tell>
+__device__ __forceinline__ void Publish(int32_t count, Tell tell) {
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  ptx::FenceSys();
+  for (int32_t i = threadIdx.x; i < count; i += 32) tell(i);
+}
+
+// Copies rows 0 to `count` by all warps of the block, of which this is number `warp`. `from(row)` is
+// where a row lies, `to(row, k)`, for k from 0 to `most`, its places, null for none.
+template <typename V, typename From, typename To>
+__device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t most,
+                                           int32_t warp, From from, To to) {
+  // Pieces of 32 vectors that a warp loads before it stores the first.
+  constexpr int kUnroll = 4;
+  const int32_t lane = threadIdx.x % 32;
+  const auto vectors = static_cast<int32_t>(bytes / static_cast<int64_t>(sizeof(V)));
+  const int32_t row_pieces = (vectors + 31) / 32;
+  const int32_t pieces = count * row_pieces;
+  for (int32_t first = warp; first < pieces; first += kUnroll * kLowLatencyWarps) {
+    V values[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int32_t piece = first + u * kLowLatencyWarps;
+      const int32_t index = piece % row_pieces * 32 + lane;
+      if (piece < pieces && index < vectors) {
+        values[u] = Load(reinterpret_cast<const V*>(from(piece / row_pieces)) + index);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int32_t piece = first + u * kLowLatencyWarps;
+      const int32_t index = piece % row_pieces * 32 + lane;
+      if (piece >= pieces || index >= vectors) continue;
+      for (int32_t k = 0; k < most; ++k) {
+        std::byte* const place = to(piece / row_pieces, k);
+        if (place != nullptr) Store(reinterpret_cast<V*>(place) + index, values[u]);
+      }
+    }
+  }
+}
+
+// The same by the widest vectors that `alignment`, the bits of all addresses and sizes, allows.
+template <typename From, typename To>
+__device__ __forceinline__ void CopyRows(int32_t count, int64_t bytes, uintptr_t alignment,
+                                         int32_t most, int32_t warp, From from, To to) {
+  if (alignment % 16 == 0) {
+    CopyRowsBy<uint4>(count, bytes, most, warp, from, to);
+  } else if (alignment % 4 == 0) {
+    CopyRowsBy<uint32_t>(count, bytes, most, warp, from, to);
+  } else {
+    CopyRowsBy<uint8_t>(count, bytes, most, warp, from, to);
+  }
+}
+
+// Blocks of a low-latency kernel: all are resident at once, and none without any token to work on.
+inline int32_t LowLatencyBlocks(const Common& common) {
+  const int64_t tokens = int64_t{common.shape.num_ranks} * common.shape.max_tokens_per_rank;
+  const int64_t most = common.workspace.low_latency_sms;
+  return static_cast<int32_t>(tokens < most ? (tokens > 0 ? tokens : 1) : most);
+}
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_CSRC_CUDA_LOW_LATENCY_CUH_

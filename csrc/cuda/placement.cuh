@@ -1,0 +1,183 @@
+#ifndef JAX_EP_CSRC_CUDA_PLACEMENT_CUH_
+#define JAX_EP_CSRC_CUDA_PLACEMENT_CUH_
+
+#include <cstdint>
+
+#include "csrc/core/slots.h"
+#include "csrc/cuda/kernels.h"
+#include "csrc/cuda/ptx/memory.cuh"
+#include "csrc/cuda/signal.cuh"
+
+// How ranks exchange their topk_idx, and the steps of the counting sort that turns those into slots:
+// what prepare and the low-latency dispatch have in common. `Channel` is what carries the words: an
+// Operation, or a LowLatencyChannel.
+namespace jax_ep::cuda {
+
+// Sends this rank's indices to every rank: thread `thread` of `num_threads`. `words(peer)` is where
+// the peer has those of this rank, [T, K]. Where an index names no expert, -1 is sent.
+template <typename Channel, typename Words>
+__device__ void SendIndices(const Common& common, const int32_t* topk_idx, Operation& operation,
+                            const Channel& channel, int64_t thread, int64_t num_threads,
+                            Words words) {
+  const Shape& shape = common.shape;
+  const int64_t num_pairs = int64_t{common.num_tokens} * shape.num_topk;
+  auto checked = [&](int32_t expert) {
+    if (expert >= -1 && expert < shape.num_experts) return channel.Word(expert);
+    operation.Fail(Phase::kInput, common.workspace.rank, shape.num_experts, expert);
+    return channel.Word(-1);
+  };
+  // By two, as far as all addresses allow it: a rank's part begins at the same offset everywhere.
+  const uintptr_t mine = reinterpret_cast<uintptr_t>(words(common.workspace.rank));
+  const bool aligned = (reinterpret_cast<uintptr_t>(topk_idx) / 4 | mine / 8) % 2 == 0;
+  const int64_t num_twos = aligned ? num_pairs / 2 : 0;
+  for (int64_t i = thread; i < num_twos; i += num_threads) {
+    const int2 experts = reinterpret_cast<const int2*>(topk_idx)[i];
+    const ulonglong2 both = {checked(experts.x), checked(experts.y)};
+    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      ptx::StoreRelaxedSys(reinterpret_cast<ulonglong2*>(words(peer)) + i, both);
+    }
+  }
+  for (int64_t i = num_twos * 2 + thread; i < num_pairs; i += num_threads) {
+    const uint64_t word = checked(topk_idx[i]);
+    for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      ptx::StoreRelaxedSys(words(peer) + i, word);
+    }
+  }
+}
+
+// Makes `first_token`, in shared memory, from the ranks' numbers of tokens, which it has one place
+// further on: [r] becomes the first of rank r's tokens among all. All threads of the block call it.
+__device__ __forceinline__ void SumTokens(int32_t num_ranks, int32_t* first_token) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    first_token[0] = 0;
+    for (int32_t rank = 0; rank < num_ranks; ++rank) first_token[rank + 1] += first_token[rank];
+  }
+  __syncthreads();
+}
+
+// All ranks' indices, as they are sent to this one: words [R, max_tokens_per_rank, K].
+template <typename Channel>
+class Indices {
+ public:
+  __device__ Indices(const Shape& shape, Channel& channel, const uint64_t* words,
+                     const int32_t* first_token)
+      : shape_(shape), channel_(channel), words_(words), first_token_(first_token) {}
+
+  // The rank and token, as Source has them, of token number `index` among all ranks' tokens, which
+  // is not of a rank before `rank`.
+  __device__ Source Find(int32_t index, int32_t rank) const {
+    while (index >= first_token_[rank + 1]) ++rank;
+    return {rank, index - first_token_[rank], 0};
+  }
+
+  // The entry of a pair in tables [R, max_tokens_per_rank, K].
+  __device__ int64_t Entry(const Source& source) const {
+    return (int64_t{source.rank} * shape_.max_tokens_per_rank + source.token) * shape_.num_topk +
+           source.k;
+  }
+
+  // A pair's expert, in two steps, so that several loads can be under way together.
+  __device__ uint64_t Load(const Source& source) const {
+    return ptx::LoadRelaxedSys(words_ + Entry(source));
+  }
+  // -1 if it did not come; the operation has failed then.
+  __device__ int32_t Expert(const Source& source, uint64_t loaded) const {
+    int32_t expert;
+    return channel_.WaitWord(source.rank, words_ + Entry(source), loaded, &expert) ? expert : -1;
+  }
+
+ private:
+  const Shape& shape_;
+  Channel& channel_;
+  const uint64_t* words_;
+  const int32_t* first_token_;
+};
+
+// In layouts expert and padded: this rank's sizes, and each expert's first row in `offsets`,
+// clipped at capacity, beyond which rows do not matter. `offsets` may be `counts`. One warp a rank.
+__device__ __forceinline__ void PlaceExperts(const Common& common, const Routing& routing,
+                                             const int32_t* counts, int32_t* offsets) {
+  const Shape& shape = common.shape;
+  const int32_t num_local = shape.num_local_experts();
+  const int32_t lane = threadIdx.x % 32;
+  for (int32_t rank = threadIdx.x / 32; rank < shape.num_ranks; rank += blockDim.x / 32) {
+    const bool writes = blockIdx.x == 0 && rank == common.workspace.rank;
+    int64_t offset = 0;
+    int32_t num_rows = 0;
+    int32_t num_dropped = 0;
+    for (int32_t begin = 0; begin < num_local; begin += 32) {
+      const int32_t local = begin + lane;
+      const int32_t count = local < num_local ? counts[rank * num_local + local] : 0;
+      const int64_t rows = ExpertRows(shape, count);
+      int64_t end = rows;  // inclusive prefix sum over the warp
+      for (int32_t delta = 1; delta < 32; delta *= 2) {
+        const int64_t below = __shfl_up_sync(~0u, end, delta);
+        if (lane >= delta) end += below;
+      }
+      const int64_t first = shape.layout == Layout::kPadded ? 0 : offset + end - rows;
+      offset += __shfl_sync(~0u, end, 31);
+      if (local >= num_local) continue;
+      const int64_t size = ClippedSize(first, rows, shape.capacity);
+      offsets[rank * num_local + local] =
+          static_cast<int32_t>(first < shape.capacity ? first : shape.capacity);
+      if (writes) {
+        routing.group_sizes[local] = static_cast<int32_t>(size);
+        routing.expert_counts[local] = count;
+        num_rows += static_cast<int32_t>(size);
+        num_dropped += count - static_cast<int32_t>(ClippedSize(first, count, shape.capacity));
+      }
+    }
+    if (!writes) continue;
+    num_rows = __reduce_add_sync(~0u, num_rows);
+    num_dropped = __reduce_add_sync(~0u, num_dropped);
+    if (lane == 0) {
+      *routing.num_rows = num_rows;
+      *routing.num_dropped = num_dropped;
+    }
+  }
+}
+
+// The positions of a warp's next 32 pairs among their experts' pairs, in the order of the lanes;
+// `counters` has how many there were before. A lane without a pair has expert -1.
+__device__ __forceinline__ int32_t NextPosition(int32_t* counters, int32_t expert) {
+  const int32_t lane = threadIdx.x % 32;
+  const uint32_t same = __match_any_sync(~0u, expert);
+  int32_t position = 0;
+  if (expert >= 0) position = counters[expert] + __popc(same & ((1u << lane) - 1));
+  __syncwarp();
+  if (expert >= 0 && lane == 31 - __clz(same)) counters[expert] += __popc(same);
+  __syncwarp();
+  return position;
+}
+
+// A handle without rows: what prepare gives before it finds them, and where it cannot. Thread
+// `thread` of `num_threads`.
+__device__ __forceinline__ void ClearRouting(const Common& common, const Routing& routing,
+                                             int64_t thread, int64_t num_threads) {
+  const Shape& shape = common.shape;
+  auto fill = [&](int32_t* to, int64_t count, int32_t value) {
+    for (int64_t i = thread; i < count; i += num_threads) to[i] = value;
+  };
+  fill(routing.row_source, shape.num_rows(), -1);
+  fill(routing.slots, int64_t{common.num_tokens} * shape.num_topk, kNoSlot);
+  fill(routing.recv_slots, int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk,
+       kNoSlot);
+  if (shape.layout == Layout::kRank) {
+    fill(routing.row_topk_idx, shape.num_rows() * shape.num_topk, -1);
+  }
+  fill(routing.group_sizes, shape.num_local_experts(), 0);
+  fill(routing.expert_counts, shape.num_local_experts(), 0);
+  fill(routing.num_rows, 1, 0);
+  fill(routing.num_dropped, 1, 0);
+}
+
+// What ranks must agree on of a handle, as a number (see Operation).
+__device__ __forceinline__ uint32_t RoutingSite(const Shape& shape) {
+  return static_cast<uint32_t>(shape.layout) + static_cast<uint32_t>(shape.capacity) * 5 +
+         static_cast<uint32_t>(shape.expert_alignment) * 7919;
+}
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_CSRC_CUDA_PLACEMENT_CUH_
