@@ -71,12 +71,11 @@ class VectorMover {
 };
 
 // Through shared memory by the copy engine (sm_90): addresses and sizes are multiples of 16 bytes.
-// Some pieces are being loaded, those before them are being stored.
+// While a piece is stored, the next one is already loading.
 class BulkMover {
  public:
-  static constexpr int64_t kMaxBytes = 1792;  // of one piece
-  static constexpr int kStages = 7;
-  static constexpr int kLoading = 5;  // pieces at most
+  static constexpr int64_t kMaxBytes = 3584;  // of one piece
+  static constexpr int kStages = 3;
   // The copy engine is slower, by 40 %, where buffers are not aligned to 128 bytes.
   static constexpr int64_t kSharedBytes = kStages * kMaxBytes + 128;
 
@@ -101,23 +100,25 @@ class BulkMover {
 
   __device__ void Move(const std::byte* from, int64_t bytes, std::byte* to) {
 #if __CUDA_ARCH__ >= 900
-    StoreOldest();
-    // What was stored last from the buffer that is to be loaded has been read.
-    ptx::BulkWaitRead<kStages - kLoading>();
+    const int stage = count_ % kStages;
+    ptx::BulkWaitRead<kStages - 2>();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      ptx::BarrierExpect(&barriers_[load_stage_], static_cast<uint32_t>(bytes));
-      ptx::BulkLoad(buffers_ + load_stage_ * kMaxBytes, from, static_cast<uint32_t>(bytes),
-                    &barriers_[load_stage_]);
+      ptx::BarrierExpect(&barriers_[stage], static_cast<uint32_t>(bytes));
+      ptx::BulkLoad(buffers_ + stage * kMaxBytes, from, static_cast<uint32_t>(bytes),
+                    &barriers_[stage]);
     }
-    load_stage_ = load_stage_ + 1 == kStages ? 0 : load_stage_ + 1;
-    pieces_[kLoading - 1] = {to, static_cast<uint32_t>(bytes)};
+    StoreLast();
+    to_ = to;
+    bytes_ = static_cast<uint32_t>(bytes);
+    ++count_;
 #endif
   }
 
   __device__ void Finish() {
 #if __CUDA_ARCH__ >= 900
-    for (int i = 0; i < kLoading; ++i) StoreOldest();
+    StoreLast();
+    bytes_ = 0;
     ptx::BulkWait();
     ptx::FenceProxyAsync();
     __syncwarp();
@@ -125,35 +126,22 @@ class BulkMover {
   }
 
  private:
-  struct Piece {
-    std::byte* to = nullptr;
-    uint32_t bytes = 0;
-  };
-
 #if __CUDA_ARCH__ >= 900
-  // Sends the piece that has been loading longest, if there is one, to its places.
-  __device__ __forceinline__ void StoreOldest() {
-    if (pieces_[0].bytes != 0) {
-      ptx::BarrierWait(&barriers_[store_stage_], round_);
-      if (pieces_[0].to != nullptr) {
-        ptx::BulkStore(pieces_[0].to, buffers_ + store_stage_ * kMaxBytes, pieces_[0].bytes);
-      }
-      store_stage_ = store_stage_ + 1 == kStages ? 0 : store_stage_ + 1;
-      round_ ^= store_stage_ == 0;
-    }
+  // Sends the piece loaded last to its places.
+  __device__ void StoreLast() {
+    if (bytes_ == 0) return;
+    const uint32_t last = count_ - 1;
+    ptx::BarrierWait(&barriers_[last % kStages], last / kStages % 2);
+    if (to_ != nullptr) ptx::BulkStore(to_, buffers_ + last % kStages * kMaxBytes, bytes_);
     ptx::BulkCommit();
-#pragma unroll
-    for (int i = 0; i + 1 < kLoading; ++i) pieces_[i] = pieces_[i + 1];
-    pieces_[kLoading - 1] = {};
   }
 #endif
 
   std::byte* const buffers_;
   uint64_t* const barriers_;
-  Piece pieces_[kLoading] = {};  // being loaded, the oldest first
-  int load_stage_ = 0;
-  int store_stage_ = 0;
-  uint32_t round_ = 0;  // parity of the stored stage's barrier
+  std::byte* to_ = nullptr;
+  uint32_t bytes_ = 0;  // of the piece loaded last, until it is finished
+  uint32_t count_ = 0;  // pieces so far
 };
 
 // Moves a whole row.
