@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax_ep import backends, bootstrap, memory
 
 _DEFAULT_NUM_SMS = 32  # the link's rate is reached with 24 to 32 (docs/performance.md)
+_MAX_BLOCKS = 256  # of a grid: kMaxBlocks of csrc/cuda/workspace.h
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -50,6 +51,11 @@ def default_num_sms(devices: Sequence[tuple[str, int]]) -> int:
     return max(1, min(_DEFAULT_NUM_SMS, max_num_sms(devices)))
 
 
+def low_latency_sms(devices: Sequence[tuple[str, int]]) -> int:
+    """The most blocks of the low-latency kernels: all SMs of each device, shared by its ranks."""
+    return max(1, min(_MAX_BLOCKS, max_num_sms(devices)))
+
+
 def max_num_sms(devices: Sequence[tuple[str, int]]) -> int:
     """The most SMs that every rank of `devices` (see default_num_sms) can have to itself."""
     sharing = collections.Counter(identity for identity, _ in devices)
@@ -69,8 +75,9 @@ class Workspace:
       mesh, axis_names: as of the Group.
       axis: the axis in words, for errors.
       sizes: what the memory is made for: num_ranks, num_experts, num_topk, max_tokens_per_rank,
-        max_row_bytes.
-      num_sms: blocks of the kernels that move rows; None for the default.
+        max_row_bytes; and low_latency, whether with the buffers of that path (default: without).
+      num_sms: blocks of the kernels that move rows; None for the default. That of the low-latency
+        path, which is bound by latency and not by the link, is all SMs that a rank can have.
       timeout_s: how long to wait for other processes, and kernels for other ranks.
 
     Raises:
@@ -80,7 +87,7 @@ class Workspace:
     """
 
     def __init__(self, id: int, mesh: Mesh, axis_names: Sequence[str], *, axis: str,
-                 sizes: dict[str, int], num_sms: int | None, timeout_s: float):
+                 sizes: dict[str, int | bool], num_sms: int | None, timeout_s: float):
         self._native = backends.load_cuda()
         self.num_bytes = self._native.workspace_bytes(**sizes)
         self._id = id
@@ -95,6 +102,8 @@ class Workspace:
             ranks = self._together("memory", lambda: self._open(axis, sizes))
             devices = [(rank["device"], rank["num_sms"]) for rank in ranks]
             self.num_sms = self._check_num_sms(num_sms, devices)
+            self.low_latency_sms = (low_latency_sms(devices) if num_sms is None
+                                    else self.num_sms)
             transports = self._together("connection", lambda: self._connect(ranks))
         except BaseException:
             self.close()
@@ -130,7 +139,7 @@ class Workspace:
                                                 place.subgroup, place.rank))
                 for place in self._local]
 
-    def _open(self, axis: str, sizes: dict[str, int]) -> list[dict]:
+    def _open(self, axis: str, sizes: dict[str, int | bool]) -> list[dict]:
         devices = self._native.machine_info()["devices"]
         opened = []
         for place in self._local:
@@ -151,6 +160,7 @@ class Workspace:
                            if rank["subgroup"] == place.subgroup)
             transports.append({"transport": self._native.connect_group(
                 id=self._id, device=place.device.local_hardware_id, num_sms=self.num_sms,
+                low_latency_sms=self.low_latency_sms,
                 handles=[base64.b64decode(handle) for _, handle in peers])})
         return transports
 

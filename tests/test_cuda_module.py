@@ -11,6 +11,8 @@ pytestmark = pytest.mark.skipif(not backends.has_cuda(), reason="built without C
 
 SIZES = dict(num_ranks=8, num_experts=256, num_topk=8, max_tokens_per_rank=4096,
              max_row_bytes=7168 * 2)
+LOW_LATENCY = [f"low_latency_{op}{half}" for op in ("dispatch", "combine")
+               for half in ("", "_start", "_done")]
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ assert not any("libcudart" in library for library in libraries), libraries
 def test_targets(module):
     """Each operation for programs with command buffers, and for those of a Group with overlap."""
     assert set(module.targets()) == {f"jax_ep_cuda_{op}{kind}" for kind in ("", "_uncaptured")
-                                     for op in ("prepare", "dispatch", "combine")}
+                                     for op in ("prepare", "dispatch", "combine", *LOW_LATENCY)}
 
 
 def test_workspace_bytes(module):
@@ -54,9 +56,18 @@ def test_workspace_bytes(module):
     assert module.workspace_bytes(**SIZES | {"max_tokens_per_rank": 8192}) > num_bytes
 
 
+def test_low_latency_workspace_bytes(module):
+    """Two more buffers, each of a group's tokens: 8 ranks, 128 tokens: no more than 60 MB."""
+    sizes = SIZES | {"max_tokens_per_rank": 128}
+    without = module.workspace_bytes(**sizes)
+    assert module.workspace_bytes(**sizes, low_latency=False) == without
+    assert 2 * without < module.workspace_bytes(**sizes, low_latency=True) <= 60e6
+
+
 def test_groups_that_are_not_open(module):
     with pytest.raises(RuntimeError, match="12345 is not open"):
-        module.connect_group(id=12345, device=0, handles=[], num_sms=1)
+        module.connect_group(id=12345, device=0, handles=[], num_sms=1,
+                             low_latency_sms=1)
     assert module.check_group(12345) is None
     module.disconnect_group(12345)
     module.close_group(12345)

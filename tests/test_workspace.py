@@ -22,6 +22,7 @@ class Native:
         self.fail_at = fail_at
         self.fabric_obstacle = fabric_obstacle
         self.kinds = set()
+        self.sms = set()
         self.open = {}
         self.calls = collections.Counter()
 
@@ -48,8 +49,9 @@ class Native:
         self.open[id, device] = rank
         return f"{device}".encode()
 
-    def connect_group(self, *, id, device, handles, num_sms):
+    def connect_group(self, *, id, device, handles, num_sms, low_latency_sms):
         self._call("connect", device)
+        self.sms.add((num_sms, low_latency_sms))
         ranks = [self.open[id, int(handle)] for handle in handles]
         assert ranks == list(range(SIZES["num_ranks"]))
         assert str(device).encode() in handles
@@ -95,17 +97,27 @@ def test_places_are_those_of_axis_index(shape, names, axis_names):
                     for place in workspace.places(mesh, axis_names)}
 
 
-@pytest.mark.parametrize("devices, most, default", [
-    ([("a", 132)], 132, 32),
-    ([("a", 132)] * 2, 66, 32),
-    ([("a", 132)] * 8, 16, 16),
-    ([("a", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132)], 26, 26),
-    ([("a", 132), ("b", 20)], 20, 20),
-    ([("a", 4)] * 8, 0, 1),
+@pytest.mark.parametrize("devices, most, default, low_latency", [
+    ([("a", 132)], 132, 32, 132),
+    ([("a", 132)] * 2, 66, 32, 66),
+    ([("a", 132)] * 8, 16, 16, 16),
+    ([("a", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132)], 26, 26, 26),
+    ([("a", 132), ("b", 20)], 20, 20, 20),
+    ([("a", 300)], 300, 32, 256),
+    ([("a", 4)] * 8, 0, 1, 1),
 ])
-def test_num_sms(devices, most, default):
+def test_num_sms(devices, most, default, low_latency):
     assert workspace.max_num_sms(devices) == most
     assert workspace.default_num_sms(devices) == default
+    assert workspace.low_latency_sms(devices) == low_latency
+
+
+@pytest.mark.parametrize("num_sms, expected", [(None, (32, 132)), (8, (8, 8))])
+def test_num_sms_of_the_kernels(num_sms, expected, monkeypatch):
+    """Every kernel has as many blocks as the caller says; by default low-latency ones have more."""
+    native = Native()
+    with contextlib.closing(make(monkeypatch, native, num_sms=num_sms)):
+        assert native.sms == {expected}
 
 
 def test_opens_and_closes(monkeypatch):

@@ -31,8 +31,7 @@ inline Status FirstError(std::initializer_list<Status> statuses) {
   return Status();
 }
 
-inline Status CheckRouting(const Shape& shape, const I32& topk_idx, const I32& slots,
-                           const I32& row_source, const I32& row_topk_idx, const I32& recv_slots) {
+inline Status CheckTopk(const Shape& shape, const I32& topk_idx) {
   const int64_t num_tokens = topk_idx.dimensions()[0];
   if (num_tokens > shape.max_tokens_per_rank) {
     return Status::Error("topk_idx has " + std::to_string(num_tokens) +
@@ -40,14 +39,26 @@ inline Status CheckRouting(const Shape& shape, const I32& topk_idx, const I32& s
                          std::to_string(shape.max_tokens_per_rank) +
                          ": the program was made for another Group");
   }
-  const int64_t pairs = num_tokens * shape.num_topk;
-  const int64_t rows_with_topk = shape.layout == Layout::kRank ? shape.num_rows() : 1;
+  return CheckElements("topk_idx", topk_idx, num_tokens * shape.num_topk);
+}
+
+// Of the parts of a handle that all layouts have.
+inline Status CheckSlots(const Shape& shape, const I32& topk_idx, const I32& slots,
+                         const I32& row_source, const I32& recv_slots) {
+  if (Status status = CheckTopk(shape, topk_idx); !status.ok()) return status;
   return FirstError(
-      {CheckElements("topk_idx", topk_idx, pairs), CheckElements("slots", slots, pairs),
+      {CheckElements("slots", slots, topk_idx.dimensions()[0] * shape.num_topk),
        CheckElements("row_source", row_source, shape.num_rows()),
-       CheckElements("row_topk_idx", row_topk_idx, rows_with_topk * shape.num_topk),
        CheckElements("recv_slots", recv_slots,
                      int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk)});
+}
+
+inline Status CheckRouting(const Shape& shape, const I32& topk_idx, const I32& slots,
+                           const I32& row_source, const I32& row_topk_idx, const I32& recv_slots) {
+  const int64_t rows_with_topk = shape.layout == Layout::kRank ? shape.num_rows() : 1;
+  return FirstError(
+      {CheckSlots(shape, topk_idx, slots, row_source, recv_slots),
+       CheckElements("row_topk_idx", row_topk_idx, rows_with_topk * shape.num_topk)});
 }
 
 // Of tokens [num_tokens, ...] and their rows; `from_tokens` says which of them the operands are.

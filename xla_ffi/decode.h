@@ -16,6 +16,7 @@
 namespace jax_ep {
 
 using I32 = xla::ffi::Buffer<xla::ffi::S32>;
+using U32 = xla::ffi::Buffer<xla::ffi::U32>;
 
 // Binds what every operation has, after its backend's contexts.
 template <typename Binding>
@@ -70,6 +71,35 @@ auto BindCombine(Binding&& binding) {
       .RemainingRets();
 }
 
+// The low-latency operations: what the whole of each and its two halves bind alike. The first half
+// has one result, its ticket; the second takes that before the same operands.
+template <typename Binding>
+auto BindLowLatencyDispatch(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<I32>()  // topk_idx
+      .template Attr<bool>("has_weights")
+      .template Attr<int32_t>("quantize")
+      .RemainingArgs();
+}
+
+template <typename Binding>
+auto BindLowLatencyDispatchResults(Binding&& binding) {
+  return std::move(binding)
+      .template Ret<I32>()   // slots
+      .template Ret<I32>()   // row_source
+      .template Ret<I32>()   // recv_slots
+      .template Ret<I32>()   // group_sizes
+      .template Ret<I32>()   // expert_counts
+      .template Ret<I32>()   // num_rows
+      .template Ret<I32>()   // num_dropped
+      .RemainingRets();
+}
+
+template <typename Binding>
+auto BindLowLatencyCombine(Binding&& binding) {
+  return BindRouting(std::move(binding)).template Attr<int32_t>("values").RemainingArgs();
+}
+
 // The role of the value per pair that is the payload's last operand.
 enum class Values : int32_t {
   kNone = 0,
@@ -90,11 +120,11 @@ inline std::optional<DType> ToDType(xla::ffi::DataType dtype) {
   }
 }
 
-// Elements of a row of `buffer`, whose first dimension counts rows.
-inline int64_t RowElements(const xla::ffi::AnyBuffer& buffer) {
+// Elements of a row of `buffer`, whose first dimensions, usually one, count rows.
+inline int64_t RowElements(const xla::ffi::AnyBuffer& buffer, size_t row_dimensions = 1) {
   const auto dimensions = buffer.dimensions();
   int64_t elements = 1;
-  for (size_t i = 1; i < dimensions.size(); ++i) elements *= dimensions[i];
+  for (size_t i = row_dimensions; i < dimensions.size(); ++i) elements *= dimensions[i];
   return elements;
 }
 

@@ -11,6 +11,12 @@ const char* OpName(int64_t op) {
     case Op::kPrepare: return "prepare";
     case Op::kDispatch: return "dispatch";
     case Op::kCombine: return "combine";
+    case Op::kLowLatencyDispatch: return "prepare_and_dispatch";
+    case Op::kLowLatencyDispatchStart: return "dispatch_start";
+    case Op::kLowLatencyDispatchDone: return "dispatch_done";
+    case Op::kLowLatencyCombine: return "low-latency combine";
+    case Op::kLowLatencyCombineStart: return "combine_start";
+    case Op::kLowLatencyCombineDone: return "combine_done";
   }
   return "no operation";
 }
@@ -71,6 +77,15 @@ std::string Happened(const ErrorRecord& record, const std::string& waited) {
              ", outside [-1, " + Number(record.expected) + ")";
     case Phase::kPeerFailed:
       return rank + " stopped because " + peer + " had failed; its own error says why";
+    case Phase::kTicket: {
+      const auto op = static_cast<Op>(record.op);
+      if (op != Op::kLowLatencyDispatchDone && op != Op::kLowLatencyCombineDone) {
+        return rank + " has two low-latency operations in flight, and no buffer for a third: a "
+               "start must be done before the second one after it";
+      }
+      return rank + " was given what no start in flight has returned (of operation " +
+             Number(record.seen) + "): it is done already, or of another kind or run";
+    }
   }
   return rank + " failed in phase " + std::to_string(record.phase) + " at " + peer +
          " (expected " + Number(record.expected) + ", seen " + Number(record.seen) + ")";

@@ -39,7 +39,8 @@ class Group {
   Status CheckError() const;
 
   // The workspaces of all ranks by their handles, in rank order; from then on kernels may run.
-  Status Connect(const std::vector<std::string>& handles, int32_t num_sms);
+  Status Connect(const std::vector<std::string>& handles, int32_t num_sms,
+                 int32_t low_latency_sms);
 
   // Waits for this device's kernels and lets go of the peers' workspaces.
   void Disconnect();
@@ -64,7 +65,7 @@ Status OpenGroup(GroupSettings settings, int device, std::string* handle);
 
 // Connects it; `transport` says by which ways. Until then nobody finds the group.
 Status ConnectGroup(int64_t id, int device, const std::vector<std::string>& handles,
-                    int32_t num_sms, std::string* transport);
+                    int32_t num_sms, int32_t low_latency_sms, std::string* transport);
 
 // An open and connected group; null where there is none. Keep it only while launching kernels.
 std::shared_ptr<const Group> FindGroup(int64_t id, int device);

@@ -67,26 +67,66 @@ inline int64_t Stage(cuda::MoveArgs* args, int64_t bytes) {
   return offset;
 }
 
-// Appends a leaf, of `tokens` [T, ...] and `rows`, to the payload of one launch.
-inline cuda::Leaf& AddLeaf(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens,
-                           const ffi::AnyBuffer& rows) {
+// Appends a leaf, of rows of `row_bytes`, to the payload of one launch.
+inline cuda::Leaf& AddLeaf(cuda::MoveArgs* args, std::byte* tokens, std::byte* rows,
+                           int64_t row_bytes) {
   cuda::Leaf& leaf = args->leaves[args->num_leaves++];
   leaf = {};
-  leaf.tokens = Data(tokens);
-  leaf.rows = Data(rows);
-  leaf.row_bytes = RowElements(tokens) * ElementBytes(rows);
+  leaf.tokens = tokens;
+  leaf.rows = rows;
+  leaf.row_bytes = row_bytes;
   leaf.staging_offset = Stage(args, leaf.row_bytes);
   return leaf;
 }
 
-// The same for the values of its pairs, which follow the leaves.
-inline void SetValues(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens,
-                      const ffi::AnyBuffer& rows) {
-  args->values.tokens = Data(tokens);
-  args->values.rows = Data(rows);
-  args->values.bytes = static_cast<int32_t>(ElementBytes(tokens));
-  args->values.staging_offset =
-      Stage(args, int64_t{args->values.bytes} * args->common.shape.num_topk);
+// The same for dispatch, which may cast; where its rows go is left to the caller.
+inline cuda::Leaf& AddTokens(cuda::MoveArgs* args, const ffi::AnyBuffer& tokens,
+                             const Cast& cast) {
+  const bool casts = cast.quantize != Quantize::kNone;
+  cuda::Leaf& leaf = AddLeaf(args, Data(tokens), nullptr,
+                             RowElements(tokens) * (casts ? 1 : ElementBytes(tokens)));
+  if (!casts) return leaf;
+  leaf.quantize = cast.quantize;
+  leaf.dtype = cast.dtype;
+  leaf.columns = cast.columns;
+  leaf.scale_bytes = cast.scale_bytes;
+  leaf.scales_offset = Stage(args, cast.scale_bytes);
+  return leaf;
+}
+
+// The same for the values of its pairs, of `bytes` each, which follow the leaves.
+inline void SetValues(cuda::MoveArgs* args, std::byte* tokens, std::byte* rows, int64_t bytes) {
+  args->values.tokens = tokens;
+  args->values.rows = rows;
+  args->values.bytes = static_cast<int32_t>(bytes);
+  args->values.staging_offset = Stage(args, bytes * args->common.shape.num_topk);
+}
+
+// The weights of combine's rows, if they are floats of a width that it takes.
+inline Status SetWeights(cuda::MoveArgs* args, const ffi::AnyBuffer& weights) {
+  const auto dtype = ToDType(weights.element_type());
+  if (dtype != DType::kF32 && dtype != DType::kF64) {
+    return Status::Error("row weights are neither float32 nor float64");
+  }
+  args->row_weights = Data(weights);
+  args->weight_dtype = *dtype;
+  return Status();
+}
+
+// The routing that a prepare has given.
+inline void SetRouting(cuda::MoveArgs* args, const I32& topk_idx, const I32& slots,
+                       const I32& row_source, const I32& row_topk_idx, const I32& recv_slots) {
+  args->topk_idx = topk_idx.typed_data();
+  args->slots = slots.typed_data();
+  args->row_source = row_source.typed_data();
+  args->row_topk_idx = row_topk_idx.typed_data();
+  args->recv_slots = recv_slots.typed_data();
+}
+
+// Makes a launch the first or the second half of a low-latency operation.
+inline Status SetTicket(const U32& ticket, bool starts, cuda::Split* split) {
+  *split = {starts, !starts, ticket.typed_data()};
+  return CheckElements("ticket", ticket, 2);
 }
 
 // Empties the payload, for the next launch of the same operation.

@@ -23,18 +23,11 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
   Status status = CheckRouting(shape, topk_idx, slots, row_source, row_topk_idx, recv_slots);
   if (status.ok()) status = CheckPayload(shape, args.common.num_tokens, *payload, false);
   if (!status.ok()) return ToError("combine", status);
-  args.topk_idx = topk_idx.typed_data();
-  args.slots = slots.typed_data();
-  args.row_source = row_source.typed_data();
-  args.row_topk_idx = row_topk_idx.typed_data();
-  args.recv_slots = recv_slots.typed_data();
+  SetRouting(&args, topk_idx, slots, row_source, row_topk_idx, recv_slots);
   if (role == Values::kWeights) {
-    const auto dtype = ToDType(payload->values->element_type());
-    if (dtype != DType::kF32 && dtype != DType::kF64) {
-      return ToError("combine", Status::Error("row weights are neither float32 nor float64"));
+    if (Status status = SetWeights(&args, *payload->values); !status.ok()) {
+      return ToError("combine", status);
     }
-    args.row_weights = Data(*payload->values);
-    args.weight_dtype = *dtype;
   }
   for (const Payload::Leaf& leaf : payload->leaves) {
     const auto dtype = ToDType(leaf.from.element_type());
@@ -47,9 +40,13 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
       ClearPayload(&args);
     }
     args.dtype = *dtype;
-    AddLeaf(&args, leaf.to, leaf.from);
+    AddLeaf(&args, Data(leaf.to), Data(leaf.from),
+            RowElements(leaf.to) * ElementBytes(leaf.from));
   }
-  if (role == Values::kMoved) SetValues(&args, *payload->moved_values, *payload->values);
+  if (role == Values::kMoved) {
+    SetValues(&args, Data(*payload->moved_values), Data(*payload->values),
+              ElementBytes(*payload->values));
+  }
   return ToError("combine", cuda::Combine(stream, args));
 }
 

@@ -25,22 +25,12 @@ ffi::Error Dispatch(cudaStream_t stream, int64_t group, int32_t layout, int64_t 
   Status status = CheckRouting(shape, topk_idx, slots, row_source, row_topk_idx, recv_slots);
   if (status.ok()) status = CheckPayload(shape, args.common.num_tokens, *payload, true);
   if (!status.ok()) return ToError("dispatch", status);
-  args.topk_idx = topk_idx.typed_data();
-  args.slots = slots.typed_data();
-  args.row_source = row_source.typed_data();
-  args.row_topk_idx = row_topk_idx.typed_data();
-  args.recv_slots = recv_slots.typed_data();
+  SetRouting(&args, topk_idx, slots, row_source, row_topk_idx, recv_slots);
   for (size_t i = 0; i < payload->leaves.size(); ++i) {
     const auto& [from, to, cast, scales] = payload->leaves[i];
-    cuda::Leaf& leaf = AddLeaf(&args, from, to);
-    if (scales) {
-      leaf.quantize = cast.quantize;
-      leaf.dtype = cast.dtype;
-      leaf.columns = cast.columns;
-      leaf.scales = Data(*scales);
-      leaf.scale_bytes = cast.scale_bytes;
-      leaf.scales_offset = Stage(&args, cast.scale_bytes);
-    }
+    cuda::Leaf& leaf = AddTokens(&args, from, cast);
+    leaf.rows = Data(to);
+    if (scales) leaf.scales = Data(*scales);
     // The last launch is below, with the values.
     if (args.num_leaves < cuda::kMaxLeaves || i + 1 == payload->leaves.size()) continue;
     if (Status status = cuda::Dispatch(stream, args); !status.ok()) {
@@ -48,7 +38,10 @@ ffi::Error Dispatch(cudaStream_t stream, int64_t group, int32_t layout, int64_t 
     }
     ClearPayload(&args);
   }
-  if (payload->values) SetValues(&args, *payload->values, *payload->moved_values);
+  if (payload->values) {
+    SetValues(&args, Data(*payload->values), Data(*payload->moved_values),
+              ElementBytes(*payload->values));
+  }
   if (args.num_leaves == 0 && !payload->values) return ffi::Error::Success();
   return ToError("dispatch", cuda::Dispatch(stream, args));
 }

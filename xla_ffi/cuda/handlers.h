@@ -7,10 +7,22 @@
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaPrepare);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaCombine);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatch);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchStart);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchDone);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombine);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineStart);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineDone);
 
 // The same, but never in a command buffer, where XLA would not let them overlap with compute.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaPrepareUncaptured);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaDispatchUncaptured);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaCombineUncaptured);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchUncaptured);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchStartUncaptured);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchDoneUncaptured);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineUncaptured);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineStartUncaptured);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineDoneUncaptured);
 
 #endif  // JAX_EP_XLA_FFI_CUDA_HANDLERS_H_

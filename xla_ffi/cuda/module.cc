@@ -28,9 +28,9 @@ void RaiseUnlessOk(const Status& status) {
 }
 
 int64_t WorkspaceBytes(int32_t num_ranks, int32_t num_experts, int32_t num_topk,
-                       int32_t max_tokens_per_rank, int64_t max_row_bytes) {
+                       int32_t max_tokens_per_rank, int64_t max_row_bytes, bool low_latency) {
   const cuda::WorkspaceLayout layout{num_ranks, num_experts, num_topk, max_tokens_per_rank,
-                                     max_row_bytes};
+                                     max_row_bytes, low_latency};
   constexpr int64_t kGranularity = comm::SymmetricMemory::kGranularity;
   return (layout.total_bytes() + kGranularity - 1) / kGranularity * kGranularity;
 }
@@ -43,27 +43,28 @@ comm::MemoryKind MemoryKindOf(const std::string& name) {
 
 nb::bytes Open(int64_t id, int device, std::string axis, int32_t subgroup, int32_t rank,
                int32_t num_ranks, int32_t num_experts, int32_t num_topk,
-               int32_t max_tokens_per_rank, int64_t max_row_bytes, double timeout_s,
-               const std::string& memory) {
+               int32_t max_tokens_per_rank, int64_t max_row_bytes, bool low_latency,
+               double timeout_s, const std::string& memory) {
   const comm::MemoryKind kind = MemoryKindOf(memory);
   std::string handle;
   {
     nb::gil_scoped_release release;
     RaiseUnlessOk(cuda::OpenGroup(
         {id, std::move(axis), subgroup, rank,
-         {num_ranks, num_experts, num_topk, max_tokens_per_rank, max_row_bytes}, timeout_s, kind},
+         {num_ranks, num_experts, num_topk, max_tokens_per_rank, max_row_bytes, low_latency},
+         timeout_s, kind},
         device, &handle));
   }
   return nb::bytes(handle.data(), handle.size());
 }
 
 std::string Connect(int64_t id, int device, const std::vector<nb::bytes>& handles,
-                    int32_t num_sms) {
+                    int32_t num_sms, int32_t low_latency_sms) {
   std::vector<std::string> texts;
   for (const nb::bytes& handle : handles) texts.emplace_back(handle.c_str(), handle.size());
   std::string transport;
   nb::gil_scoped_release release;
-  RaiseUnlessOk(cuda::ConnectGroup(id, device, texts, num_sms, &transport));
+  RaiseUnlessOk(cuda::ConnectGroup(id, device, texts, num_sms, low_latency_sms, &transport));
   return transport;
 }
 
@@ -134,12 +135,23 @@ NB_MODULE(_cuda, module) {
   using namespace jax_ep;  // NOLINT
   module.def("targets", [] {
     nb::dict targets;
-    targets["jax_ep_cuda_prepare"] = ffi_cuda::Target(JaxEpCudaPrepare);
-    targets["jax_ep_cuda_dispatch"] = ffi_cuda::Target(JaxEpCudaDispatch);
-    targets["jax_ep_cuda_combine"] = ffi_cuda::Target(JaxEpCudaCombine);
-    targets["jax_ep_cuda_prepare_uncaptured"] = ffi_cuda::Target(JaxEpCudaPrepareUncaptured);
-    targets["jax_ep_cuda_dispatch_uncaptured"] = ffi_cuda::Target(JaxEpCudaDispatchUncaptured);
-    targets["jax_ep_cuda_combine_uncaptured"] = ffi_cuda::Target(JaxEpCudaCombineUncaptured);
+    const auto add = [&](const std::string& op, auto execute, auto uncaptured) {
+      targets[("jax_ep_cuda_" + op).c_str()] = ffi_cuda::Target(execute);
+      targets[("jax_ep_cuda_" + op + "_uncaptured").c_str()] = ffi_cuda::Target(uncaptured);
+    };
+    add("prepare", JaxEpCudaPrepare, JaxEpCudaPrepareUncaptured);
+    add("dispatch", JaxEpCudaDispatch, JaxEpCudaDispatchUncaptured);
+    add("combine", JaxEpCudaCombine, JaxEpCudaCombineUncaptured);
+    add("low_latency_dispatch", JaxEpCudaLowLatencyDispatch, JaxEpCudaLowLatencyDispatchUncaptured);
+    add("low_latency_dispatch_start", JaxEpCudaLowLatencyDispatchStart,
+        JaxEpCudaLowLatencyDispatchStartUncaptured);
+    add("low_latency_dispatch_done", JaxEpCudaLowLatencyDispatchDone,
+        JaxEpCudaLowLatencyDispatchDoneUncaptured);
+    add("low_latency_combine", JaxEpCudaLowLatencyCombine, JaxEpCudaLowLatencyCombineUncaptured);
+    add("low_latency_combine_start", JaxEpCudaLowLatencyCombineStart,
+        JaxEpCudaLowLatencyCombineStartUncaptured);
+    add("low_latency_combine_done", JaxEpCudaLowLatencyCombineDone,
+        JaxEpCudaLowLatencyCombineDoneUncaptured);
     return targets;
   }, "FFI targets by name.");
   module.def("machine_info", &ffi_cuda::MachineInfo,
@@ -150,14 +162,16 @@ NB_MODULE(_cuda, module) {
              "Memory of a device that no process has.");
   module.def("workspace_bytes", &ffi_cuda::WorkspaceBytes, nb::kw_only(), nb::arg("num_ranks"),
              nb::arg("num_experts"), nb::arg("num_topk"), nb::arg("max_tokens_per_rank"),
-             nb::arg("max_row_bytes"), "Device memory of one rank of a group.");
+             nb::arg("max_row_bytes"), nb::arg("low_latency") = false,
+             "Device memory of one rank of a group.");
   module.def("open_group", &ffi_cuda::Open, nb::kw_only(), nb::arg("id"), nb::arg("device"),
              nb::arg("axis"), nb::arg("subgroup"), nb::arg("rank"), nb::arg("num_ranks"),
              nb::arg("num_experts"), nb::arg("num_topk"), nb::arg("max_tokens_per_rank"),
-             nb::arg("max_row_bytes"), nb::arg("timeout_s"), nb::arg("memory"),
+             nb::arg("max_row_bytes"), nb::arg("low_latency") = false, nb::arg("timeout_s"),
+             nb::arg("memory"),
              "Allocates \"ipc\" or \"fabric\" memory; returns the handle for all ranks.");
   module.def("connect_group", &ffi_cuda::Connect, nb::kw_only(), nb::arg("id"), nb::arg("device"),
-             nb::arg("handles"), nb::arg("num_sms"),
+             nb::arg("handles"), nb::arg("num_sms"), nb::arg("low_latency_sms"),
              "Opens the memory of all ranks, in rank order; returns the ways that were taken.");
   module.def("check_group", &ffi_cuda::Check, nb::arg("id"),
              "The first error on this process's devices, or None.");

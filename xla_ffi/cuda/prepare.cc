@@ -21,14 +21,10 @@ ffi::Error Prepare(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
   if (status.ok()) status = CheckElements("group_sizes", *group_sizes, shape.num_local_experts());
   if (!status.ok()) return ToError("prepare", status);
   args.topk_idx = topk_idx.typed_data();
-  args.slots = slots->typed_data();
-  args.row_source = row_source->typed_data();
-  args.row_topk_idx = row_topk_idx->typed_data();
-  args.recv_slots = recv_slots->typed_data();
-  args.group_sizes = group_sizes->typed_data();
-  args.expert_counts = expert_counts->typed_data();
-  args.num_rows = num_rows->typed_data();
-  args.num_dropped = num_dropped->typed_data();
+  args.routing = {slots->typed_data(),        row_source->typed_data(),
+                  row_topk_idx->typed_data(), recv_slots->typed_data(),
+                  group_sizes->typed_data(),  expert_counts->typed_data(),
+                  num_rows->typed_data(),     num_dropped->typed_data()};
   return ToError("prepare", cuda::Prepare(stream, args));
 }
 
