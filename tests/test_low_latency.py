@@ -1,5 +1,6 @@
 """The low-latency path: the bits of prepare, dispatch and combine, fused and in two phases."""
 
+import dataclasses
 import functools
 import re
 
@@ -20,7 +21,12 @@ CASE = Case(num_ranks=4, num_topk=3, expert_alignment=8).with_capacity("tight")
 
 
 def for_layouts(some):
-    return [case for case in some if case.layout in LAYOUTS]
+    """Those of the layouts that the path is for; without tokens there are rows nevertheless.
+
+    jax 0.12.0.1 cannot compile a shard_map all of whose arguments are empty.
+    """
+    return [case if case.num_tokens else dataclasses.replace(case, capacity=7) for case in some
+            if case.layout in LAYOUTS]
 
 
 def group_of(case, backend="native"):
@@ -134,7 +140,8 @@ def test_same_bits_in_the_matrix(case, way, dtypes, backend):
 def test_any_number_of_tokens(layout, way):
     """In one group, one after the other."""
     for num_tokens in (0, 1, 9, 2):
-        case = Case(layout=layout, num_topk=3, num_tokens=num_tokens, spare_tokens=9 - num_tokens)
+        case = Case(layout=layout, num_topk=3, num_tokens=num_tokens, spare_tokens=9 - num_tokens,
+                    capacity=7)
         check_all_routings(case, "native", way, (np.float32,))
 
 
