@@ -239,13 +239,10 @@ def layer_overlapped(group, case, batches, w):
     other_x = jax_ep.after(one, other_x)
     other = started(group, case, jnp.tanh(other_x @ w), *other_routing)
     rows, row_weights, handle = jax_ep.dispatch_done(one, after=other)
-    rows = jax_ep.after(other, rows) * 2
-    one = jax_ep.combine_start(rows, handle, row_weights)
+    one = jax_ep.combine_start(rows * 2, handle, row_weights)
     rows, row_weights, handle = jax_ep.dispatch_done(other, after=one)
-    rows = jax_ep.after(one, rows) * 2
-    other = jax_ep.combine_start(rows, handle, row_weights)
-    y = jax_ep.combine_done(one, after=other)
-    return [y, jax_ep.combine_done(other, after=y)]
+    other = jax_ep.combine_start(rows * 2, handle, row_weights)
+    return [jax_ep.combine_done(one, after=other), jax_ep.combine_done(other)]
 
 
 def micro_batches(case, seed=0, hidden=8):
