@@ -44,8 +44,8 @@ def moe(
         the function returns for them is ignored.
       capacity, expert_alignment, layout: as in `prepare`.
       quantize: as in `dispatch`: "fp8", "fp8_e8m0" or "fp8_round_scale" casts x on the way to the
-        experts. The expert function gets rows of x's dtype again (`Quantized.dequantize`), and gradients pass the cast
-        unchanged. The way back, by combine, is not cast.
+        experts. The expert function gets rows of x's dtype again (`Quantized.dequantize`), and
+        gradients pass the cast unchanged. The way back, by combine, is not cast.
 
     Returns:
       (y [T, H'] in the dtype of the expert function's result, the handle with the counters).

@@ -17,7 +17,8 @@ from jax_ep.testing.cases import Case
 from jax_ep.testing.compare import assert_same_bits, assert_same_values
 
 LAYOUTS = ("expert", "padded")
-CASE = Case(num_ranks=4, num_topk=3, expert_alignment=8).with_capacity("tight")
+CASE = Case(num_ranks=2, num_topk=3, expert_alignment=8).with_capacity("tight")
+NUM_RANKS = CASE.num_ranks
 
 
 def for_layouts(some):
@@ -150,7 +151,7 @@ def test_tokens_of_another_number_on_each_rank(way):
     """Rank r has r of them; those that a rank lacks are not routed."""
     case = Case(num_ranks=4, num_topk=2, num_tokens=4)
     topk_idx = cases.routing("uniform", case)
-    for rank in range(4):
+    for rank in range(case.num_ranks):
         topk_idx[rank, rank:] = -1
     check(case, "native", way, topk_idx, payload(case), weights_of(case),
           [[rows_of(case, np.float32)]])
@@ -176,9 +177,9 @@ def test_cast_rows(quantize, way, backend):
         group, case, x, topk_idx, weights, quantize=quantize)))
     shapes = {"a": (np.float32, 130), "b": (ml_dtypes.bfloat16, 384), "c": (np.float16, 8)}
     topk_idx = cases.routing("unrouted", case)
-    x = {name: cases.floats(dtype, (4, case.num_tokens, columns))
+    x = {name: cases.floats(dtype, (NUM_RANKS, case.num_tokens, columns))
          for name, (dtype, columns) in shapes.items()}
-    x["ids"] = np.arange(4 * case.num_tokens, dtype=np.int32).reshape(4, -1)
+    x["ids"] = np.arange(NUM_RANKS * case.num_tokens, dtype=np.int32).reshape(NUM_RANKS, -1)
     weights = weights_of(case, dtype=ml_dtypes.bfloat16)
     rows, row_weights, handle = f(x, topk_idx, weights)
     plan = oracle.prepare(case.oracle_config, topk_idx)
@@ -195,7 +196,7 @@ def test_cast_rows(quantize, way, backend):
 
 def test_without_weights(backend):
     group, topk_idx = group_of(CASE, backend), cases.routing("duplicates", CASE)
-    x = cases.floats(np.float32, (4, CASE.num_tokens, 4))
+    x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 4))
     plan = oracle.prepare(CASE.oracle_config, topk_idx)
     for dispatch in (fused, split):
         f = jax.jit(run.per_rank(group, functools.partial(dispatch, group, CASE)))
@@ -206,7 +207,7 @@ def test_without_weights(backend):
 
 def test_handle_serves_the_ordinary_operations():
     group, topk_idx = group_of(CASE), cases.routing("unrouted", CASE)
-    x = cases.floats(np.float32, (4, CASE.num_tokens, 8))
+    x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8))
 
     def f(x, topk_idx):
         rows, _, handle = fused(group, CASE, x, topk_idx)
@@ -299,7 +300,7 @@ def test_many_executions_in_flight():
 def test_pending_crosses_a_loop():
     """A start in one round, the done in the next."""
     group, topk_idx = group_of(CASE), cases.routing("uniform", CASE)
-    x = cases.floats(np.float32, (4, CASE.num_tokens, 8))
+    x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8))
 
     def f(x, topk_idx):
         def body(pending, _):
@@ -318,12 +319,25 @@ def test_pending_crosses_a_loop():
     assert_same_bits(rows, oracle.dispatch(plan, x))
 
 
+def test_pending_between_programs():
+    """Started by one program, done by another."""
+    group, topk_idx = group_of(CASE), cases.routing("uniform", CASE)
+    x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8))
+    pending = jax.jit(run.per_rank(group, functools.partial(started, group, CASE)))(x, topk_idx)
+    rows, _, handle = jax.jit(run.per_rank(group, jax_ep.dispatch_done))(pending)
+    pending = jax.jit(run.per_rank(group, jax_ep.combine_start))(rows, handle)
+    y = jax.jit(run.per_rank(group, jax_ep.combine_done))(pending)
+    plan = oracle.prepare(CASE.oracle_config, topk_idx)
+    assert_same_bits(rows, oracle.dispatch(plan, x))
+    assert_same_bits(y, oracle.combine(plan, np.asarray(rows)))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.uint8, np.bool_, np.int32,
                                    np.complex64, ml_dtypes.float8_e4m3fn])
 def test_after_changes_no_bit(dtype):
     group = group_of(CASE)
-    x = cases.floats(np.float32, (4, CASE.num_tokens, 8))
-    values = {"a": [cases.any_bits(dtype, (4, 3, 5))], "b": cases.any_bits(dtype, (4,))}
+    x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8))
+    values = {"a": [cases.any_bits(dtype, (NUM_RANKS, 3, 5))], "b": cases.any_bits(dtype, (NUM_RANKS,))}
 
     def f(x, topk_idx, values):
         pending = started(group, CASE, x, topk_idx)
@@ -391,7 +405,7 @@ def vmapped_grad(f):
 def differentiated(transform, dispatch, mode, quantize, backend):
     group = group_of(CASE, backend)
     topk_idx = cases.routing("unrouted", CASE)
-    x = cases.floats(np.float32, (4, CASE.num_tokens, 130))
+    x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 130))
     f = transform(functools.partial(loss, dispatch, mode, quantize, group))
     return jax.jit(run.per_rank(group, f))(x, weights_of(CASE, 1), topk_idx)
 
@@ -407,7 +421,8 @@ def test_derivatives_are_those_of_two_calls(quantize, transform):
 
 
 def test_gradient_of_the_reference():
-    results = [differentiated(grad, *how, None, "xla") for how in ((fused, "ll"), (two_calls, "ht"))]
+    results = [differentiated(grad, *how, None, "xla")
+               for how in ((fused, "ll"), (two_calls, "ht"))]
     for a, e in zip(*results):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
@@ -415,7 +430,7 @@ def test_gradient_of_the_reference():
 def test_gradients_of_some_leaves():
     """Leaves without a tangent do not move; integers have none."""
     group, topk_idx = group_of(CASE), cases.routing("uniform", CASE)
-    x = cases.floats(np.float32, (4, CASE.num_tokens, 8))
+    x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8))
 
     def f(dispatch, x, topk_idx):
         tree = {"ids": topk_idx[:, 0], "x": x, "y": jax.lax.stop_gradient(x)}
@@ -429,7 +444,7 @@ def test_gradients_of_some_leaves():
 
 def test_vmap():
     group = group_of(CASE)
-    x = np.stack([cases.floats(np.float32, (4, CASE.num_tokens, 8), seed) for seed in range(3)], 1)
+    x = np.stack([cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8), seed) for seed in range(3)], 1)
     topk_idx = np.stack([cases.routing("unrouted", CASE, seed) for seed in range(3)], 1)
     f = jax.vmap(functools.partial(fused, group, CASE))
     rows, _, handle = jax.jit(run.per_rank(group, f))(x, topk_idx)
@@ -472,7 +487,7 @@ def test_results_vary_over_the_ranks(both_backends):
 
 
 def targets(group, f, *args, platform="cuda"):
-    """The custom calls of this package in the StableHLO of f, and whether they have side effects."""
+    """This package's custom calls in the StableHLO of f, and whether they have side effects."""
     lowered = jax.jit(run.per_rank(group, f)).trace(*args).lower(lowering_platforms=(platform,))
     return {name: "has_side_effect = true" in rest for name, rest in re.findall(
         r"custom_call @jax_ep_\w+?_(\w+)\((.*)", lowered.as_text())}
@@ -631,10 +646,10 @@ def test_unknown_mode(mode):
 
 @pytest.mark.parametrize("op", ["prepare_and_dispatch", "dispatch_start"])
 @pytest.mark.parametrize("change, error, parts", [
-    (dict(x=np.zeros((4, 9, 4), np.float32)), ValueError, ["x", "(9, 4)", "5"]),
-    (dict(x=np.zeros((4, 5, 4096), np.float32)), ValueError, ["16384", "max_row_bytes=8192"]),
-    (dict(idx=np.zeros((4, 5, 2), np.int32)), ValueError, ["topk_idx", "(5, 2)", "3"]),
-    (dict(idx=np.zeros((4, 5, 3), np.float32)), TypeError, ["topk_idx", "float32"]),
+    (dict(x=np.zeros((NUM_RANKS, 9, 4), np.float32)), ValueError, ["x", "(9, 4)", "5"]),
+    (dict(x=np.zeros((NUM_RANKS, 5, 4096), np.float32)), ValueError, ["16384", "max_row_bytes=8192"]),
+    (dict(idx=np.zeros((NUM_RANKS, 5, 2), np.int32)), ValueError, ["topk_idx", "(5, 2)", "3"]),
+    (dict(idx=np.zeros((NUM_RANKS, 5, 3), np.float32)), TypeError, ["topk_idx", "float32"]),
     (dict(topk_weights=np.zeros((5, 2), np.float32)), ValueError, ["topk_weights", "(5, 2)"]),
     (dict(layout="token"), ValueError, ["layout", "token"]),
     (dict(capacity=-1), ValueError, ["capacity", "-1"]),
@@ -693,7 +708,7 @@ def test_pendings_of_other_groups_are_other_trees():
 
 
 def test_done_of_a_closed_group():
-    mesh, (x, topk_idx) = run.make_mesh((4,), (run.AXIS,)), layer_inputs()
+    mesh, (x, topk_idx) = run.make_mesh((NUM_RANKS,), (run.AXIS,)), layer_inputs()
     group = jax_ep.Group(mesh, run.AXIS, num_experts=CASE.num_experts, num_topk=CASE.num_topk,
                          max_tokens_per_rank=8, max_row_bytes=16, backend="xla")
     pending = trace(group, lambda x, i: jax_ep.dispatch_start(group, x, i), x, topk_idx)
@@ -705,7 +720,7 @@ def test_done_of_a_closed_group():
 def test_done_in_another_mesh():
     group, (x, topk_idx) = group_of(CASE), layer_inputs()
     pending = trace(group, lambda x, i: jax_ep.dispatch_start(group, x, i), x, topk_idx)
-    other = run.make_mesh((4,), ("model",))
+    other = run.make_mesh((NUM_RANKS,), ("model",))
     f = jax.shard_map(jax_ep.dispatch_done, mesh=other, in_specs=P("model"), out_specs=P("model"))
     with pytest.raises(ValueError, match="mesh"):
         jax.eval_shape(f, pending)
