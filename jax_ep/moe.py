@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax_ep.group import Group
 from jax_ep.handle import Handle
 from jax_ep.primitives.combine import combine
-from jax_ep.primitives.dispatch import dispatch
-from jax_ep.primitives.prepare import prepare
+from jax_ep.primitives.prepare_and_dispatch import prepare_and_dispatch
 from jax_ep.quantized import dequantize_tree
 
 ExpertFn = Callable[[Any, jax.Array], jax.Array]
@@ -43,23 +42,23 @@ def moe(
         [E_local, C, H] and [E_local, C, H']. Rows without a token are zero on the way in, and what
         the function returns for them is ignored.
       capacity, expert_alignment, layout: as in `prepare`.
-      quantize: as in `dispatch`: "fp8" or "fp8_e8m0" casts x on the way to the experts. The expert
-        function gets rows of x's dtype again (`Quantized.dequantize`), and gradients pass the cast
-        unchanged. The way back, by combine, is not cast.
+      quantize: as in `dispatch`: "fp8", "fp8_e8m0" or "fp8_round_scale" casts x on the way to the
+        experts. The expert function gets rows of x's dtype again (`Quantized.dequantize`), and
+        gradients pass the cast unchanged. The way back, by combine, is not cast.
 
     Returns:
       (y [T, H'] in the dtype of the expert function's result, the handle with the counters).
 
     Raises:
-      TypeError, ValueError: from prepare, dispatch and combine; layout "rank"; an expert function
-        whose result does not have the rows' leading dimensions.
+      TypeError, ValueError: from prepare_and_dispatch and combine; layout "rank"; an expert
+        function whose result does not have the rows' leading dimensions.
     """
     if layout not in ("expert", "padded"):
         # In layout "rank" one row serves several experts, so the weights cannot ride on combine.
         raise ValueError(f'moe takes layout "expert" or "padded", got {layout!r}')
-    handle = prepare(
-        group, topk_idx, layout=layout, capacity=capacity, expert_alignment=expert_alignment)
-    rows, row_weights = dispatch(x, handle, topk_weights, quantize=quantize)
+    rows, row_weights, handle = prepare_and_dispatch(
+        group, x, topk_idx, topk_weights, layout=layout, capacity=capacity,
+        expert_alignment=expert_alignment, quantize=quantize)
     out = expert_fn(dequantize_tree(rows), handle.group_sizes)
     leading = handle.row_source.shape
     if out.shape[:len(leading)] != leading:

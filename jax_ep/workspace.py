@@ -75,7 +75,7 @@ class Workspace:
       mesh, axis_names: as of the Group.
       axis: the axis in words, for errors.
       sizes: what the memory is made for: num_ranks, num_experts, num_topk, max_tokens_per_rank,
-        max_row_bytes; and low_latency, whether with the buffers of that path (default: without).
+        max_row_bytes; and low_latency, whether with the buffers of that path.
       num_sms: blocks of the kernels that move rows; None for the default. That of the low-latency
         path, which is bound by latency and not by the link, is all SMs that a rank can have.
       timeout_s: how long to wait for other processes, and kernels for other ranks.

@@ -28,10 +28,10 @@ from pathlib import Path
 from jax_ep.testing import multiprocess
 
 # What runs in step in all processes. The reference is tested elsewhere.
-_MOVES = ("test_prepare.py", "test_dispatch.py", "test_combine.py")
-_RANKS = "gpu/test_ranks.py"
+_MOVES = ("test_prepare.py", "test_dispatch.py", "test_combine.py", "test_low_latency.py")
+_RANKS = ("gpu/test_ranks.py", "gpu/test_low_latency_ranks.py")
 _TESTS = (*_MOVES, "test_quantize.py", "test_gradients.py", "test_transforms.py", "test_group.py",
-          "test_varying_axes.py", "test_errors.py", _RANKS, "test_moe.py")
+          "test_varying_axes.py", "test_errors.py", *_RANKS, "test_moe.py")
 # What starts processes itself.
 _LAUNCHERS = {"killed processes": "gpu/test_faults.py", "fabric handles": "gpu/test_fabric.py"}
 _NATIVE = "not xla and not reference"
@@ -79,14 +79,15 @@ def arrangements(gpus: Sequence[str], slow: bool = False) -> list[Arrangement]:
     count = len(gpus)
     result = [
         Arrangement("2 processes on one GPU", (first,) * 2),
-        Arrangement("2 processes on one GPU, command buffers", (first,) * 2, (*_MOVES, _RANKS),
+        Arrangement("2 processes on one GPU, command buffers", (first,) * 2, (*_MOVES, *_RANKS),
                     xla_flags=_COMMAND_BUFFERS),
         Arrangement("4 processes on one GPU", (first,) * 4,
-                    (*_MOVES, "test_transforms.py", "test_group.py", _RANKS)),
+                    (*_MOVES, "test_transforms.py", "test_group.py", *_RANKS)),
         # The matrices of 8 ranks are slow tests.
         Arrangement("8 processes on one GPU", (first,) * 8,
-                    (*_MOVES, "test_group.py", "test_varying_axes.py", _RANKS),
-                    "R8 or test_group or test_varying or (test_ranks and not slow)"),
+                    (*_MOVES, "test_group.py", "test_varying_axes.py", *_RANKS),
+                    "R8 or test_group or test_varying or "
+                    "((test_ranks or test_low_latency_ranks) and not slow)"),
     ]
     if count > 1:
         result.append(Arrangement("one process per GPU", each))
@@ -94,7 +95,7 @@ def arrangements(gpus: Sequence[str], slow: bool = False) -> list[Arrangement]:
         half = count // 2
         result.append(Arrangement("2 processes on all GPUs",
                                   (tuple(gpus[:half]), tuple(gpus[half:2 * half])),
-                                  (*_MOVES, "test_group.py", _RANKS)))
+                                  (*_MOVES, "test_group.py", *_RANKS)))
     result.append(Arrangement("one process", (tuple(gpus),)))
     if slow:
         result.append(Arrangement("slow tests", each if count > 1 else (first,) * 2,
