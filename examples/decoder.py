@@ -1,7 +1,7 @@
 """Expert-parallel decoding: two micro-batches, one of which computes while the other's tokens move.
 
-A micro-batch is written as a generator. It yields at every place where it would have to wait, which
-is after each `dispatch_start` and `combine_start`, and `take_turns` goes on with the other one.
+A micro-batch is written as a generator. It yields wherever it would have to wait, which is after
+each `dispatch_start` and `combine_start`, and `take_turns` goes on with the other one.
 """
 
 import dataclasses
@@ -134,20 +134,18 @@ def make_step(
 def take_turns(micro_batches: Sequence[Generator]) -> tuple:
     """Runs generators in turn, from one yield to the next; returns what they return.
 
-    They get back what they yielded. All of them must yield equally often.
+    They yield the operation that they have just started and get the one that was started last,
+    None at first. All of them yield equally often.
     """
-    results, waiting = [], (None,) * len(micro_batches)
+    results, started = [], None
+    for micro_batch in micro_batches:
+        next(micro_batch)
     while not results:
-        for i, micro_batch in enumerate(micro_batches):
+        for micro_batch in micro_batches:
             try:
-                yielded = micro_batch.send(waiting[i])
+                started = micro_batch.send(started)
             except StopIteration as end:
                 results.append(end.value)
-                continue
-            waiting = (*waiting[:i], yielded, *waiting[i + 1:])
-            # Dependences are all that XLA keeps of the order. Now what one micro-batch has just
-            # started comes before whatever the other one does next.
-            waiting = jax.lax.optimization_barrier(waiting)
     return tuple(results)
 
 
@@ -155,11 +153,18 @@ def decode(
     model: Transformer, group: jax_ep.Group, sampling: Sampling, batch: MicroBatch,
     position: jax.Array,
 ) -> Generator:
-    """One step of a micro-batch, on one device; returns the batch after it."""
+    """One step of a micro-batch, on one device, for `take_turns`; returns the batch after it.
+
+    Order is for XLA a matter of dependences alone. So whatever is done in a turn depends on `other`,
+    which the other micro-batch started in its turn before: it is on its way meanwhile.
+    """
     # The last byte of a sequence has nothing to follow it, so it is not computed.
     going_on = position + 1 < batch.end
+    x = model.embed(batch.text[:, position].astype(jnp.int32))
+    other = yield
+    if other is not None:
+        x = jax_ep.after(other, x)
     caches, experts = [], []
-    x = yield model.embed(batch.text[:, position].astype(jnp.int32))
     for block, cache in zip(model.blocks, batch.caches):
         y, cache = block.attention.decode(block.attention_norm(x), cache, position)
         x += y
@@ -168,13 +173,15 @@ def decode(
             tokens @ block.moe.router[...], group.num_topk, renormalize=True)
         topk_idx = jnp.where(going_on[:, None], topk_idx, -1)  # an ended sequence moves no row
         # Few tokens for each expert: padded to the same number, they are one batched product.
-        pending = yield jax_ep.dispatch_start(
+        pending = jax_ep.dispatch_start(
             group, tokens, topk_idx, topk_weights, layout="padded")
-        rows, row_weights, handle = jax_ep.dispatch_done(pending)
+        other = yield pending
+        rows, row_weights, handle = jax_ep.dispatch_done(pending, after=other)
         rows = jax_ep.swiglu(
             rows, handle.group_sizes, block.moe.gate_up[...], block.moe.down[...])
-        pending = yield jax_ep.combine_start(rows, handle, row_weights)
-        x += jax_ep.combine_done(pending)
+        pending = jax_ep.combine_start(rows, handle, row_weights)
+        other = yield pending
+        x += jax_ep.combine_done(pending, after=other)
         caches.append(cache)
         experts.append(topk_idx)
 

@@ -169,14 +169,15 @@ def test_micro_batches_take_turns(example_module):
     log = []
 
     def micro_batch(name):
+        before = yield
         for stage in range(3):
-            log.append(f"{name}{stage}")
-            got = yield jnp.int32(stage)
-            assert got == stage
+            log.append((before, f"{name}{stage}"))
+            before = yield f"{name}{stage}"
         return name
 
     assert example_module("decoder").take_turns([micro_batch("a"), micro_batch("b")]) == ("a", "b")
-    assert log == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert log == [(None, "a0"), ("a0", "b0"), ("b0", "a1"), ("a1", "b1"), ("b1", "a2"),
+                   ("a2", "b2")]
 
 
 def test_wrong_prompts_are_named(decoder):
