@@ -31,8 +31,13 @@ class Decoder:
             num_layers=LAYERS, width=16, num_heads=2, expert_width=8, num_experts=8, num_topk=TOPK)
         mesh = run.make_mesh((NUM_RANKS,), ("expert",))
         self.group = model.make_group(mesh, config, 2, run.backend_name(backend))
-        self.graphdef, params = nnx.split(model.Transformer(config, self.group, rngs=nnx.Rngs(0)))
-        self.params = jax.device_put(params, nnx.get_named_sharding(params, mesh))
+        self.graphdef, shapes = nnx.split(
+            nnx.eval_shape(lambda: model.Transformer(config, self.group, rngs=nnx.Rngs(0))))
+        rng = np.random.default_rng(0)
+        self.params = jax.tree.map(
+            lambda x, sharding: jax.device_put(
+                rng.normal(scale=0.4, size=x.shape).astype(x.dtype), sharding),
+            shapes, nnx.get_named_sharding(shapes, mesh))
 
     def generate(self, sampling):
         """The micro-batches, two sequences a rank each, after the last step."""
