@@ -14,6 +14,8 @@ from jax_ep import backends, bootstrap
 from jax_ep.workspace import Workspace
 
 LAYOUTS = ("expert", "rank", "padded")
+# The most tokens per rank that the low-latency path is made for.
+MAX_LOW_LATENCY_TOKENS = 512
 
 # One count per set of processes, so that processes in several groups still agree on a group's id.
 _counters = collections.defaultdict(lambda: itertools.count(1))
@@ -41,6 +43,9 @@ class Group:
         have it.
       overlap: backend "cuda": run the operations asynchronously on the stream of XLA's collectives,
         so that compute that does not depend on them can run at the same time (docs/overlap.md).
+      low_latency: whether the Group can take the low-latency path (docs/low_latency.md), for which
+        its workspace has buffers of their own. None: if max_tokens_per_rank is at most 512, the
+        most that True is possible for.
 
     Raises:
       ValueError, TypeError: an argument is wrong; it is named.
@@ -61,6 +66,7 @@ class Group:
         timeout_s: float = 100.0,
         num_sms: int | None = None,
         overlap: bool = False,
+        low_latency: bool | None = None,
     ):
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -93,6 +99,7 @@ class Group:
         self.timeout_s = float(timeout_s)
         self.num_sms = None if num_sms is None else check_int("num_sms", num_sms)
         self.overlap = bool(overlap)
+        self.low_latency = _has_low_latency(low_latency, self.max_tokens_per_rank)
         self.backend, self.backend_reason = backends.choose(
             list(mesh.devices.flat), backend
         )
@@ -120,7 +127,8 @@ class Group:
                 mesh,
                 self.axis_names,
                 axis=axis,
-                sizes=sizes | {"max_row_bytes": self.max_row_bytes},
+                sizes=sizes
+                | {"max_row_bytes": self.max_row_bytes, "low_latency": self.low_latency},
                 num_sms=self.num_sms,
                 timeout_s=self.timeout_s,
             )
@@ -265,6 +273,7 @@ class Group:
             "timeout_s": self.timeout_s,
             "num_sms": self.num_sms,
             "overlap": self.overlap,
+            "low_latency": self.low_latency,
         }
         me = jax.process_index()
         everyone = bootstrap.exchange(f"group/{self.id}", settings, me, processes, self.timeout_s)
@@ -291,6 +300,20 @@ def check_int(name: str, value: int, minimum: int = 1) -> int:
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return int(value)
+
+
+def _has_low_latency(low_latency: bool | None, max_tokens_per_rank: int) -> bool:
+    possible = max_tokens_per_rank <= MAX_LOW_LATENCY_TOKENS
+    if low_latency is None:
+        return possible
+    if not isinstance(low_latency, bool):
+        raise TypeError(f"low_latency must be True, False or None, got {low_latency!r}")
+    if low_latency and not possible:
+        raise ValueError(
+            f"low_latency=True needs max_tokens_per_rank of at most {MAX_LOW_LATENCY_TOKENS}, got "
+            f"{max_tokens_per_rank}"
+        )
+    return low_latency
 
 
 def _next_id(processes: list[int]) -> int:

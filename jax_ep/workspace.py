@@ -69,7 +69,7 @@ class Workspace:
       mesh, axis_names: as of the Group.
       axis: the axis in words, for errors.
       sizes: what the memory is made for: num_ranks, num_experts, num_topk, max_tokens_per_rank,
-        max_row_bytes.
+        max_row_bytes, low_latency.
       num_sms: blocks of the kernels that move rows; None for the default.
       timeout_s: how long to wait for other processes, and kernels for other ranks.
 
@@ -80,7 +80,7 @@ class Workspace:
     """
 
     def __init__(self, id: int, mesh: Mesh, axis_names: Sequence[str], *, axis: str,
-                 sizes: dict[str, int], num_sms: int | None, timeout_s: float):
+                 sizes: dict[str, int | bool], num_sms: int | None, timeout_s: float):
         self._native = backends.load_cuda()
         self.num_bytes = self._native.workspace_bytes(**sizes)
         self._id = id
@@ -130,7 +130,7 @@ class Workspace:
                                                 place.subgroup, place.rank))
                 for place in self._local]
 
-    def _open(self, axis: str, sizes: dict[str, int]) -> list[dict]:
+    def _open(self, axis: str, sizes: dict[str, int | bool]) -> list[dict]:
         devices = self._native.machine_info()["devices"]
         opened = []
         for place in self._local:

@@ -23,7 +23,8 @@ def make_group(backend=None, **options):
     return jax_ep.Group(
         mesh, run.AXIS, num_experts=CASE.num_experts, num_topk=CASE.num_topk,
         max_tokens_per_rank=CASE.max_tokens_per_rank, max_row_bytes=256,
-        backend=run.backend_name("native") if backend is None else backend, **options)
+        backend=run.backend_name("native") if backend is None else backend,
+        low_latency=False, **options)
 
 
 def layer(group, x, topk_idx, weights):

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jax_ep import reference
+from jax_ep import low_latency, reference
 from jax_ep.handle import Handle
 from jax_ep.primitives import common, lowering
 from jax_ep.primitives.dispatch import dispatch_p
@@ -16,7 +16,8 @@ from jax_ep.primitives.dispatch import dispatch_p
 # Operands: the routing, then the rows of every leaf and, unless `values` is "none", one value a
 # pair, arranged as row_weights are. Results: the leaves [T, ...] and, with "returned", the values
 # [T, K] moved back to their pairs (the transpose of dispatch's weights). With "weights" the values
-# multiply the rows; they are float32, or float64.
+# multiply the rows; they are float32, or float64. `low_latency` chooses between two kernels that
+# give the same bits; those who bind it for a derivative take the ordinary one.
 combine_p = Primitive("jax_ep_combine")
 combine_p.multiple_results = True
 
@@ -33,7 +34,9 @@ SUMMED_DTYPES = tuple(
 )
 
 
-def combine(rows: Any, handle: Handle, row_weights: jax.Array | None = None) -> Any:
+def combine(
+    rows: Any, handle: Handle, row_weights: jax.Array | None = None, *, mode: str | None = None
+) -> Any:
     """Sums, for each token, the rows that `handle` gives it.
 
     Per rank in k order in float32 (float64 for float64 rows), rounded to the rows' dtype; then
@@ -50,6 +53,8 @@ def combine(rows: Any, handle: Handle, row_weights: jax.Array | None = None) -> 
       handle: of `prepare`.
       row_weights: floats [capacity] or [E_local, C], of `dispatch`, or None for the plain sum.
         Not for layout "rank", whose rows belong to several pairs.
+      mode: "ll" for the low-latency path (docs/low_latency.md), "ht" for the ordinary one, or None
+        for the faster one. The results are the same bits.
 
     Returns:
       The pytree of `rows`, leaves [T, ...], in the rows' dtypes.
@@ -58,9 +63,27 @@ def combine(rows: Any, handle: Handle, row_weights: jax.Array | None = None) -> 
       ValueError, TypeError: while tracing; an argument is wrong.
       jax.errors.JaxRuntimeError: at run time: a rank did not come within `group.timeout_s`.
     """
+    leaves, treedef, values = check_rows("combine", rows, handle, row_weights)
+    spec = handle.spec
+    summed = leaves[: len(leaves) - (values == "weights")]
+    ll = low_latency.choose("combine", mode, spec.group, spec.layout, summed, sums=True)
+    operands = common.vary(spec, [*common.routing_operands(handle), *leaves])
+    results = combine_p.bind(*operands, spec=spec, values=values, low_latency=ll)
+    return jax.tree.unflatten(treedef, results)
+
+
+def check_rows(
+    op: str, rows: Any, handle: Handle, row_weights: jax.Array | None
+) -> tuple[list[jax.Array], Any, str]:
+    """Checks the arguments of combine for `op`.
+
+    Returns:
+      The leaves of `rows` and, unless they are None, the weights as the last one; the treedef of
+      `rows`; what the last operand is, "weights" or "none".
+    """
     common.check_handle(handle)
     spec = handle.spec
-    spec.group.check_context("combine")
+    spec.group.check_context(op)
     leaves, treedef = jax.tree.flatten(rows)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     row_bytes = 0
@@ -91,14 +114,17 @@ def combine(rows: Any, handle: Handle, row_weights: jax.Array | None = None) -> 
         wide = row_weights.dtype == np.float64
         leaves.append(row_weights if wide else row_weights.astype(jnp.float32))
         values = "weights"
-
-    operands = common.vary(spec, [*common.routing_operands(handle), *leaves])
-    results = combine_p.bind(*operands, spec=spec, values=values)
-    return jax.tree.unflatten(treedef, results)
+    return leaves, treedef, values
 
 
 @combine_p.def_abstract_eval
-def _abstract_eval(*avals, spec, values):
+def _abstract_eval(*avals, spec, values, low_latency):
+    del low_latency
+    return sum_avals(*avals, spec=spec, values=values)
+
+
+def sum_avals(*avals, spec, values):
+    """The abstract values of the results."""
     topk_idx, leaves = avals[0], list(avals[common.NUM_ROUTING :])
     pair_values = leaves.pop() if values != "none" else None
     row_rank = len(spec.row_dims)
@@ -111,14 +137,14 @@ def _abstract_eval(*avals, spec, values):
     return results
 
 
-def _jvp(primals, tangents, *, spec, values):
-    results = combine_p.bind(*primals, spec=spec, values=values)
+def _jvp(primals, tangents, *, spec, values, low_latency):
+    results = combine_p.bind(*primals, spec=spec, values=values, low_latency=low_latency)
     routing, operands = primals[: common.NUM_ROUTING], primals[common.NUM_ROUTING :]
     tangents = list(tangents[common.NUM_ROUTING :])
     tangents_out = [common.zero_tangent(x) for x in results]
 
     def add(indices, *moving, values):
-        moved = combine_p.bind(*routing, *moving, spec=spec, values=values)
+        moved = combine_p.bind(*routing, *moving, spec=spec, values=values, low_latency=False)
         for i, tangent in zip(indices, moved):
             tangents_out[i] = ad.add_tangents(tangents_out[i], tangent)
 
@@ -139,7 +165,8 @@ def _jvp(primals, tangents, *, spec, values):
     return results, tangents_out
 
 
-def _transpose(cotangents, *operands, spec, values):
+def _transpose(cotangents, *operands, spec, values, low_latency):
+    del low_latency
     routing, payload = operands[: common.NUM_ROUTING], operands[common.NUM_ROUTING :]
     kept, moving = common.pick_nonzero(cotangents)
     if not kept:

@@ -1,7 +1,7 @@
 """How every primitive lowers: FFI custom calls where native, the reference elsewhere."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +18,43 @@ from jax_ep.group import LAYOUTS
 from jax_ep.handle import HandleSpec
 
 
-def register(primitive: Primitive, op: str, reference: Callable) -> None:
+def register(
+    primitive: Primitive,
+    op: str,
+    reference: Callable,
+    *,
+    platforms: Sequence[str] = ("cpu", "cuda"),
+    has_side_effect: bool = False,
+) -> None:
     """Registers the lowering rules of `primitive`.
 
-    On cpu and cuda it becomes the FFI custom call `jax_ep_<platform>_<op>`, unless its group asks
+    On `platforms` it becomes the FFI custom call `jax_ep_<platform>_<op>`, unless its group asks
     for the reference; on every other platform `reference(*operands, spec=, **params)`.
-    Every primitive has a param `spec`; its other params become FFI attributes as they are.
+    Every primitive has a param `spec`; its other params become FFI attributes as they are. A param
+    `low_latency` is none: on cuda it chooses the call `low_latency_<op>`, with the same results.
+    With has_side_effect XLA neither merges, moves out of loops nor drops the call.
     """
 
-    def lower_reference(ctx, *operands, spec, **params):
+    def lower_reference(ctx, *operands, spec, low_latency=False, **params):
+        del low_latency
         with extend_axis_env_nd(list(spec.group.mesh.shape.items())):
             return mlir.lower_fun(reference)(ctx, *operands, spec=spec, **params)
 
     def native_rule(platform: str):
-        target = f"jax_ep_{platform}_{op}"
-
-        def lower(ctx, *operands, spec, **params):
+        def lower(ctx, *operands, spec, low_latency=False, **params):
             if spec.group.backend == "xla":
                 return lower_reference(ctx, *operands, spec=spec, **params)
+            path = "low_latency_" if low_latency and platform == "cuda" else ""
+            target = f"jax_ep_{platform}_{path}{op}"
             (position,) = _lower_position(ctx, spec)
             position_aval = jax.core.ShapedArray((2,), np.int32)
             # Compute does not overlap with what is in a command buffer.
             asynchronous = spec.group.overlap and platform == "cuda"
+            rule = jax.ffi.ffi_lowering(
+                f"{target}_uncaptured" if asynchronous else target, has_side_effect=has_side_effect
+            )
             call = functools.partial(
-                jax.ffi.ffi_lowering(f"{target}_uncaptured" if asynchronous else target),
+                rule,
                 ctx.replace(avals_in=[position_aval, *ctx.avals_in]),
                 **_attributes(spec),
                 **{name: _ATTRIBUTE_VALUES.get(value, value) for name, value in params.items()},
@@ -53,7 +66,7 @@ def register(primitive: Primitive, op: str, reference: Callable) -> None:
         return lower
 
     mlir.register_lowering(primitive, lower_reference)
-    for platform in ("cpu", "cuda"):
+    for platform in platforms:
         mlir.register_lowering(primitive, native_rule(platform), platform=platform)
 
 
@@ -65,6 +78,7 @@ _ATTRIBUTE_VALUES = {
     "returned": np.int32(2),
     "fp8": np.int32(1),
     "fp8_e8m0": np.int32(2),
+    "fp8_round_scale": np.int32(3),
 }
 
 

@@ -46,9 +46,34 @@ def prepare(
       jax.errors.JaxRuntimeError: at run time, native backends: a topk_idx is outside [-1, E) (the
         xla backend takes it as -1), or a rank did not come within `group.timeout_s`.
     """
+    spec, topk_idx = check_routing(
+        "prepare",
+        group,
+        topk_idx,
+        layout=layout,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+    )
+    (topk_idx,) = common.vary(spec, [topk_idx])
+    slots, row_source, row_topk_idx, *others = prepare_p.bind(topk_idx, spec=spec)
+    return Handle(
+        topk_idx, slots, row_source, row_topk_idx if layout == "rank" else None, *others, spec=spec
+    )
+
+
+def check_routing(
+    op: str,
+    group: Group,
+    topk_idx: jax.Array,
+    *,
+    layout: str,
+    capacity: int | None,
+    expert_alignment: int,
+) -> tuple[HandleSpec, jax.Array]:
+    """Checks the arguments of prepare for `op`; returns the spec, and topk_idx in int32."""
     if not isinstance(group, Group):
         raise TypeError(f"group must be a jax_ep.Group, got {group!r}")
-    group.check_context("prepare")
+    group.check_context(op)
     check_layout(layout)
     topk_idx = jnp.asarray(topk_idx)
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
@@ -72,16 +97,12 @@ def prepare(
     spec = HandleSpec(group, layout, capacity, expert_alignment)
     if int(np.prod(spec.value_dims, dtype=object)) >= 2**31:
         raise ValueError(f"capacity={capacity} gives {spec.value_dims} rows, 2**31 or more")
-
-    (topk_idx,) = common.vary(spec, [topk_idx.astype(jnp.int32)])
-    slots, row_source, row_topk_idx, *others = prepare_p.bind(topk_idx, spec=spec)
-    return Handle(
-        topk_idx, slots, row_source, row_topk_idx if layout == "rank" else None, *others, spec=spec
-    )
+    return spec, topk_idx.astype(jnp.int32)
 
 
 @prepare_p.def_abstract_eval
-def _abstract_eval(topk_idx, *, spec):
+def plan_avals(topk_idx, *, spec):
+    """The abstract values of the results."""
     group = spec.group
     shapes = (
         topk_idx.shape,  # slots

@@ -64,17 +64,20 @@ def jit(f: Callable) -> Callable:
 
 @functools.lru_cache(maxsize=None)
 def make_group(num_ranks: int, num_experts: int, num_topk: int, max_tokens_per_rank: int,
-               kind: str, max_row_bytes: int = 8192) -> jax_ep.Group:
-    """A Group over one axis, shared by all tests that ask for the same."""
+               kind: str, max_row_bytes: int = 8192, low_latency: bool = False) -> jax_ep.Group:
+    """A Group over one axis, shared by all tests that ask for the same.
+
+    Without low_latency the ordinary kernels run, however few the tokens are.
+    """
     return jax_ep.Group(
         make_mesh((num_ranks,), (AXIS,)), AXIS, num_experts=num_experts, num_topk=num_topk,
         max_tokens_per_rank=max_tokens_per_rank, max_row_bytes=max_row_bytes,
-        backend=backend_name(kind))
+        backend=backend_name(kind), low_latency=low_latency)
 
 
-def group_of(case: Case, kind: str) -> jax_ep.Group:
+def group_of(case: Case, kind: str, low_latency: bool = False) -> jax_ep.Group:
     return make_group(case.num_ranks, case.num_experts, case.num_topk, case.max_tokens_per_rank,
-                      kind)
+                      kind, low_latency=low_latency)
 
 
 def per_rank(group: jax_ep.Group, f: Callable, axes: tuple[str, ...] | None = None,

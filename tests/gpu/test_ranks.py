@@ -44,7 +44,7 @@ def all_ranks(**options):
 def make_group(case, **options):
     settings = dict(num_experts=case.num_experts, num_topk=case.num_topk,
                     max_tokens_per_rank=case.max_tokens_per_rank, max_row_bytes=256,
-                    backend="cuda")
+                    backend="cuda", low_latency=False)
     mesh = run.make_mesh((case.num_ranks,), (run.AXIS,))
     return jax_ep.Group(mesh, run.AXIS, **(settings | options))
 
