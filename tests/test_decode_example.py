@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_ep.testing import run
+from jax_ep.testing import jaxprs, run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NUM_RANKS = min(4, len(jax.devices()))
@@ -39,13 +40,17 @@ class Decoder:
                 rng.normal(scale=0.4, size=x.shape).astype(x.dtype), sharding),
             shapes, nnx.get_named_sharding(shapes, mesh))
 
-    def generate(self, sampling):
-        """The micro-batches, two sequences a rank each, after the last step."""
+    def start(self, sampling):
+        """The step, and the micro-batches before the first one, two sequences a rank each."""
         rng = np.random.default_rng(0)
         prompts = [rng.bytes(1 + i % 5) for i in range(4 * NUM_RANKS)]
         batches = self.decoder.micro_batches(
             nnx.merge(self.graphdef, self.params), self.group, prompts, NUM_NEW)
-        step = self.decoder.make_step(self.graphdef, self.params, self.group, sampling)
+        return self.decoder.make_step(self.graphdef, self.params, self.group, sampling), batches
+
+    def generate(self, sampling):
+        """The micro-batches after the last step."""
+        step, batches = self.start(sampling)
         for position in range(batches[0].text.shape[1] - 1):
             batches, running = step(self.params, batches, np.int32(position))
             if not np.any(running):
@@ -183,6 +188,27 @@ def test_micro_batches_take_turns(example_module):
     assert example_module("decoder").take_turns([micro_batch("a"), micro_batch("b")]) == ("a", "b")
     assert log == [(None, "a0"), ("a0", "b0"), ("b0", "a1"), ("a1", "b1"), ("b1", "a2"),
                    ("a2", "b2")]
+
+
+def test_tokens_move_while_the_other_micro_batch_computes(decoder):
+    step, batches = decoder.start(decoder.decoder.Sampling())
+    trace = step.trace(decoder.params, batches, np.int32(0))
+    [body] = [equation.params["jaxpr"] for equation in jaxprs.equations(trace.jaxpr)
+              if equation.primitive.name == "shard_map"]
+    order, depends_on = [], {}
+    for equation in body.eqns:
+        before = set().union(*(depends_on.get(id(x), set()) for x in equation.invars))
+        phase = re.fullmatch(r"jax_ep_((?:dispatch|combine)_(?:start|done))", equation.primitive.name)
+        if phase:
+            # What the jaxpr's order says is also what XLA must keep.
+            assert before >= {i for i, name in enumerate(order) if name.endswith("start")}
+            before = before | {len(order)}
+            order.append(phase[1])
+        depends_on.update((id(x), before) for x in equation.outvars)
+
+    send, experts, receive = ["dispatch_start"], ["dispatch_done", "combine_start"], ["combine_done"]
+    assert order == 2 * send + (LAYERS - 1) * (2 * experts + 2 * (receive + send)) + (
+        2 * experts + 2 * receive)
 
 
 def test_wrong_prompts_are_named(decoder):
