@@ -42,7 +42,7 @@ def main(_):
     logging.set_verbosity(logging.WARNING)  # orbax reports every file at INFO
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", FLAGS.num_ranks or 8)
-    # GPUs would round the factors of float32 products to 10 bits, and differently for each shape.
+    # By default GPUs round the factors of float32 products, too coarsely for the check.
     jax.config.update("jax_default_matmul_precision", "float32")
     if FLAGS.stop and len(FLAGS.stop.encode()) != 1:
         raise app.UsageError("--stop must be one byte")

@@ -87,7 +87,7 @@ def joined(batches):
 @pytest.fixture
 def decoder(example_module, backend):
     decoder = Decoder(example_module, backend)
-    with decoder.group:
+    with decoder.group, jax.default_matmul_precision("float32"):  # GPUs' default is coarser
         yield decoder
 
 
