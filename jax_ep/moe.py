@@ -43,8 +43,8 @@ def moe(
         [E_local, C, H] and [E_local, C, H']. Rows without a token are zero on the way in, and what
         the function returns for them is ignored.
       capacity, expert_alignment, layout: as in `prepare`.
-      quantize: as in `dispatch`: "fp8" or "fp8_e8m0" casts x on the way to the experts. The expert
-        function gets rows of x's dtype again (`Quantized.dequantize`), and gradients pass the cast
+      quantize: as in `dispatch`: "fp8", "fp8_e8m0" or "fp8_round_scale" casts x on the way to the
+        experts. The expert function gets rows of x's dtype again (`Quantized.dequantize`), and gradients pass the cast
         unchanged. The way back, by combine, is not cast.
 
     Returns:

@@ -13,7 +13,12 @@ from jax import lax
 BLOCK = 128
 # The dtypes that are cast; leaves of others travel as they are.
 CAST_DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-SCALE_DTYPES = {"fp8": np.dtype(jnp.float32), "fp8_e8m0": np.dtype(jnp.float8_e8m0fnu)}
+SCALE_DTYPES = {
+    "fp8": np.dtype(jnp.float32),
+    "fp8_e8m0": np.dtype(jnp.float8_e8m0fnu),
+    "fp8_round_scale": np.dtype(jnp.float32),
+}
+_PACKED = 4  # e8m0 scales in an int32
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +53,26 @@ class Quantized:
         scales = jnp.repeat(scales.astype(jnp.float32), BLOCK, axis=-1)[..., : values.shape[-1]]
         rows = values.astype(jnp.float32) * scales
         return rows.astype(dtype) + self.straight_through.astype(dtype)
+
+    def packed_scales(self) -> jax.Array:
+        """The scales of quantize="fp8_e8m0", four in an int32: what DeepEP packs UE8M0 scales to.
+
+        Returns:
+          int32 [capacity, ..., ceil(blocks / 4)], or [E_local, C, ...]: the first block of 128
+          columns in the lowest byte; the last int32 filled up with zero bytes.
+
+        Raises:
+          TypeError: the scales are float32.
+        """
+        if self.scales.dtype != jnp.float8_e8m0fnu:
+            raise TypeError(
+                f'packed_scales is for quantize="fp8_e8m0", and the scales are {self.scales.dtype}'
+            )
+        scales = lax.bitcast_convert_type(lax.stop_gradient(self.scales), jnp.uint8)
+        *lead, blocks = scales.shape
+        words = -(-blocks // _PACKED)
+        scales = jnp.pad(scales, [(0, 0)] * len(lead) + [(0, words * _PACKED - blocks)])
+        return lax.bitcast_convert_type(scales.reshape(*lead, words, _PACKED), jnp.int32)
 
 
 def dequantize_tree(rows: Any) -> Any:

@@ -160,7 +160,10 @@ def cast(x: jax.Array, quantize: str) -> list[jax.Array]:
         inverse = _inverse(amax)
     else:
         biased = (amax - (8 << 23) + 0x1FFFFF) >> 23
-        scale = jnp.where(is_nan, 0xFF, biased).astype(jnp.uint8)
+        if quantize == "fp8_e8m0":
+            scale = jnp.where(is_nan, 0xFF, biased).astype(jnp.uint8)
+        else:
+            scale = jnp.where(is_nan, 0x7FC00000, biased << 23)
         inverse = (254 - biased) << 23
     values = blocks * _from_bits(inverse, jnp.float32)[..., None]
     values = _to_bits(values.astype(jnp.float8_e4m3fn))

@@ -155,7 +155,8 @@ def bits(scales):
     return scales.view({4: np.uint32, 1: np.uint8}[scales.dtype.itemsize])[:, 0]
 
 
-@pytest.mark.parametrize("quantize, nan", [("fp8", 0x7fc00000), ("fp8_e8m0", 0xff)])
+@pytest.mark.parametrize("quantize, nan", [
+    ("fp8", 0x7fc00000), ("fp8_e8m0", 0xff), ("fp8_round_scale", 0x7fc00000)])
 def test_nan_or_infinity_makes_its_block_nan(quantize, nan, both_backends):
     x = np.ones((4, 130), np.float32)
     x[:, 5] = np.nan, -np.nan, np.inf, -np.inf
@@ -180,23 +181,46 @@ def test_least_scale(quantize, both_backends):
     if quantize == "fp8":
         np.testing.assert_array_equal(scales, np.float32(2**-107) * np.float32(1 / 448))
     else:
-        np.testing.assert_array_equal(bits(scales), 127 - 115)
+        np.testing.assert_array_equal(scales.astype(np.float32), np.float32(2**-115))
 
 
-def test_e8m0_scale_is_the_least_power_of_two_that_fits(both_backends):
+@pytest.mark.parametrize("quantize", ["fp8_e8m0", "fp8_round_scale"])
+def test_scale_is_the_least_power_of_two_that_fits(quantize, both_backends):
     above = np.nextafter(np.float32(448), np.float32(np.inf))
     largest = np.finfo(np.float32).max
     x = np.array([[448], [above], [224], [-448 * 2.0**100], [1], [largest]], np.float32)
-    values, scales = cast(x, both_backends, "fp8_e8m0")
-    np.testing.assert_array_equal(bits(scales), [127, 128, 126, 227, 119, 247])
+    values, scales = cast(x, both_backends, quantize)
+    np.testing.assert_array_equal(scales[:, 0].astype(np.float32),
+                                  np.exp2(np.float32([0, 1, -1, 100, -8, 120])))
     np.testing.assert_array_equal(values[:, 0].astype(np.float32), [448, 224, 448, -448, 256, 256])
 
 
-def test_four_e8m0_scales_make_an_int32():
-    x = activations(np.float32, (3, 512))
-    _, scales = cast(x, "native", "fp8_e8m0")
-    packed = jax.lax.bitcast_convert_type(scales, jnp.int32)
-    assert_same_bits(packed, scales.view(np.int32)[:, 0])
+def test_rounded_scales_are_those_of_e8m0(both_backends):
+    """In another dtype, and with the same values."""
+    x = activations(np.float32, (9, 300))
+    (values, scales), (e8m0_values, e8m0_scales) = (
+        cast(x, both_backends, kind) for kind in ("fp8_round_scale", "fp8_e8m0"))
+    assert scales.dtype == np.float32
+    assert_same_bits(values, e8m0_values)
+    np.testing.assert_array_equal(scales, e8m0_scales.astype(np.float32))
+
+
+@pytest.mark.parametrize("num_columns, words", [(512, 1), (1, 1), (513, 2), (7168, 14), (0, 0)])
+def test_packed_scales(num_columns, words):
+    """Four to an int32, the first in the lowest byte, zeros at the end."""
+    x = (np.random.default_rng(0).normal(size=(3, num_columns)) * 3).astype(np.float32)
+    values, scales = oracle.quantize(x, "fp8_e8m0")
+    packed = jax.jit(jax_ep.Quantized.packed_scales)(jax_ep.Quantized(values, scales, x))
+    padded = np.zeros((3, 4 * words), np.uint8)
+    padded[:, :scales.shape[1]] = scales.view(np.uint8)
+    assert packed.dtype == np.int32
+    np.testing.assert_array_equal(packed, padded.reshape(3, words, 4) @ (1 << np.arange(0, 32, 8)))
+
+
+def test_packed_scales_are_e8m0():
+    x = np.ones((3, 128), np.float32)
+    with pytest.raises(TypeError, match="fp8_e8m0.*float32"):
+        jax_ep.Quantized(*oracle.quantize(x, "fp8_round_scale"), x).packed_scales()
 
 
 def test_columns_of_a_model(backend):
@@ -564,7 +588,7 @@ def array(*shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize("x, quantize, parts", [
-    (array(5, 8), "int8", ["quantize", "int8", "fp8_e8m0"]),
+    (array(5, 8), "int8", ["quantize", "int8", "fp8_e8m0", "fp8_round_scale"]),
     (array(5, 8), True, ["quantize", "True"]),
     (array(5, 8), "none", ["quantize", "none"]),
     ([array(5, 8), array(5, dtype=np.float16)], "fp8", ["float16", "(5,)", "H"]),
@@ -581,7 +605,7 @@ def test_errors(x, quantize, parts, both_backends):
 
 def test_row_bytes_are_those_that_travel():
     x = [array(5, 128), array(5, 129, dtype=ml_dtypes.bfloat16), array(5, dtype=np.int32)]
-    for quantize, scale_bytes in (("fp8", 4), ("fp8_e8m0", 1)):
+    for quantize, scale_bytes in (("fp8", 4), ("fp8_e8m0", 1), ("fp8_round_scale", 4)):
         row_bytes = 128 + scale_bytes + 129 + 2 * scale_bytes + 4
         trace(x, max_row_bytes=row_bytes, quantize=quantize)
         with pytest.raises(ValueError, match=f"{row_bytes} bytes .* max_row_bytes={row_bytes - 1}"):

@@ -14,8 +14,9 @@ namespace jax_ep {
 // The values are the FFI attribute `quantize`, named in jax_ep/primitives/lowering.py.
 enum class Quantize : int32_t {
   kNone = 0,
-  kFp8 = 1,      // float32 scales
-  kFp8E8M0 = 2,  // scales that are powers of two, one byte each
+  kFp8 = 1,            // float32 scales
+  kFp8E8M0 = 2,        // scales that are powers of two, one byte each
+  kFp8RoundScale = 3,  // those, as float32
 };
 
 inline constexpr int32_t kBlockColumns = 128;
@@ -47,13 +48,13 @@ JAX_EP_ALWAYS_INLINE BlockScale ScaleOf(Quantize quantize, uint32_t magnitude) {
   const bool e8m0 = quantize == Quantize::kFp8E8M0;
   if (magnitude >= kInfinity) return {BitCast<float>(kNan), e8m0 ? 0xff : kNan};
   if (magnitude < kLeast) magnitude = kLeast;
-  if (!e8m0) {
+  if (quantize == Quantize::kFp8) {
     const float amax = BitCast<float>(magnitude);
     return {448.0f / amax, BitCast<uint32_t>(amax * (1.0f / 448.0f))};
   }
   // The exponent less 8, and one more where the mantissa is past that of 448 = 1.75 * 2^8.
   const uint32_t biased = (magnitude - (8u << 23) + 0x1fffff) >> 23;
-  return {BitCast<float>((254 - biased) << 23), biased};
+  return {BitCast<float>((254 - biased) << 23), e8m0 ? biased : biased << 23};
 }
 
 // x as float8_e4m3fn. NaN only in a block whose inverse is, and then the positive one.

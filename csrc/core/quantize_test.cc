@@ -68,15 +68,29 @@ void E8M0ScaleIsTheLeastPowerOfTwoThatFits() {
   CHECK_EQ(ScaleOfMax(Quantize::kFp8E8M0, kMax).bits, 127u + 120u);
 }
 
+void RoundedScaleIsThatOfE8M0InFloat32() {
+  CHECK_EQ(ScaleBytes(Quantize::kFp8RoundScale), 4);
+  ForManyNumbers([](float amax) {
+    const BlockScale scale = ScaleOfMax(Quantize::kFp8RoundScale, amax);
+    const BlockScale e8m0 = ScaleOfMax(Quantize::kFp8E8M0, amax);
+    CHECK_EQ(scale.inverse, e8m0.inverse);
+    CHECK_EQ(BitCast<float>(scale.bits),
+             static_cast<float>(std::ldexp(1.0, static_cast<int>(e8m0.bits) - 127)));
+  });
+}
+
 void NanAndInfinityMakeTheBlockNan() {
   for (const float x : {kInfinity, -kInfinity, std::nanf(""), -std::nanf("")}) {
     const BlockScale f32 = ScaleOfMax(Quantize::kFp8, x);
     const BlockScale e8m0 = ScaleOfMax(Quantize::kFp8E8M0, x);
+    const BlockScale rounded = ScaleOfMax(Quantize::kFp8RoundScale, x);
     CHECK_EQ(f32.bits, 0x7fc00000u);
     CHECK_EQ(e8m0.bits, 0xffu);
+    CHECK_EQ(rounded.bits, 0x7fc00000u);
     for (const float value : {0.0f, -1.0f, x}) {
       CHECK_EQ(int{QuantizeValue(value, f32.inverse)}, 0x7f);
       CHECK_EQ(int{QuantizeValue(value, e8m0.inverse)}, 0x7f);
+      CHECK_EQ(int{QuantizeValue(value, rounded.inverse)}, 0x7f);
     }
   }
 }
@@ -84,7 +98,8 @@ void NanAndInfinityMakeTheBlockNan() {
 // Flushing subnormals must change nothing: theirs are zeros of their sign in every block.
 void SubnormalsBecomeZero() {
   const float largest = BitCast<float>(0x007fffffu);
-  for (const Quantize quantize : {Quantize::kFp8, Quantize::kFp8E8M0}) {
+  for (const Quantize quantize :
+       {Quantize::kFp8, Quantize::kFp8E8M0, Quantize::kFp8RoundScale}) {
     for (const float amax : {0.0f, largest, 1e-30f, 1.0f, kMax}) {
       const float inverse = ScaleOfMax(quantize, amax).inverse;
       CHECK_EQ(int{QuantizeValue(largest, inverse)}, 0);
@@ -108,6 +123,7 @@ int main() {
   jax_ep::MagnitudesAreOrdered();
   jax_ep::Float32ScaleMapsTheLargestTo448();
   jax_ep::E8M0ScaleIsTheLeastPowerOfTwoThatFits();
+  jax_ep::RoundedScaleIsThatOfE8M0InFloat32();
   jax_ep::NanAndInfinityMakeTheBlockNan();
   jax_ep::SubnormalsBecomeZero();
   jax_ep::LastBlockMayBeShort();

@@ -16,7 +16,7 @@ from jax_ep.primitives import common, lowering
 
 # Operands: the routing, then the payload's leaves [T, ...] and, with has_weights, the top-k
 # weights [T, K]. Results: the rows of every leaf, or values and scales of one that is cast, then
-# the row weights. `quantize` is "none", "fp8" or "fp8_e8m0".
+# the row weights. `quantize` is "none" or a kind of cast.
 dispatch_p = Primitive("jax_ep_dispatch")
 dispatch_p.multiple_results = True
 
@@ -43,8 +43,8 @@ def dispatch(
         `group.max_row_bytes`.
       handle: of `prepare`, for the same T tokens.
       topk_weights: floats [T, K], or None.
-      quantize: None, "fp8" (float32 scales) or "fp8_e8m0" (scales that are powers of two, in
-        float8_e8m0fnu).
+      quantize: None, "fp8" (float32 scales), "fp8_e8m0" (scales that are powers of two, in
+        float8_e8m0fnu) or "fp8_round_scale" (those, in float32; DeepEP's `round_scale`).
 
     Returns:
       rows: the pytree of `x`, leaves [capacity, ...], or [E_local, C, ...] in layout "padded";

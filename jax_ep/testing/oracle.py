@@ -204,7 +204,7 @@ def dispatch(plan: Plan, x: np.ndarray) -> np.ndarray:
     return rows
 
 
-QUANTIZE = ("fp8", "fp8_e8m0")
+QUANTIZE = ("fp8", "fp8_e8m0", "fp8_round_scale")
 BLOCK = 128
 
 
@@ -214,7 +214,7 @@ def quantize(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     num_blocks = -(-num_columns // BLOCK)
     values = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
     scales = np.zeros((*lead, num_blocks),
-                      {"fp8": np.float32, "fp8_e8m0": ml_dtypes.float8_e8m0fnu}[kind])
+                      ml_dtypes.float8_e8m0fnu if kind == "fp8_e8m0" else np.float32)
     for *row, block in np.ndindex(*lead, num_blocks):
         columns = (*row, slice(block * BLOCK, (block + 1) * BLOCK))
         values[columns], scales[(*row, block)] = _quantize_block(x[columns], kind)
