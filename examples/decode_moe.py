@@ -1,10 +1,10 @@
-"""Generates text with the model of train_moe.py, expert-parallel, and checks it against a dense one.
+"""Generates text with train_moe.py's model, expert-parallel, and checks it against a dense one.
 
     python examples/train_moe.py --checkpoint_dir=build/checkpoints
     python examples/decode_moe.py --checkpoint_dir=build/checkpoints
-    python examples/decode_moe.py --checkpoint_dir=build/checkpoints --prompt="class " --prompt="def "
 
-On a machine without accelerators it runs on 8 CPU devices. `make decode` does both.
+On a machine without accelerators it runs on 8 CPU devices. `make decode` does both. Prompts
+are given with --prompt="def " --prompt="class ".
 """
 
 import os
@@ -112,9 +112,10 @@ def show(batches):
         for written, prompt_length, end, sequence in zip(*jax.device_get(
                 (batch.text, batch.prompt_length, batch.end, batch.sequence))):
             if sequence < FLAGS.show:
-                prompt, new = written[:prompt_length].tobytes(), written[prompt_length:end].tobytes()
-                print(f"--- {sequence}")
-                print(prompt.decode(errors="replace") + "|" + new.decode(errors="replace"))
+                prompt, new = (
+                    part.tobytes().decode(errors="replace")
+                    for part in (written[:prompt_length], written[prompt_length:end]))
+                print(f"--- {sequence}\n{prompt}|{new}")
     print("---")
 
 

@@ -155,8 +155,8 @@ def decode(
 ) -> Generator:
     """One step of a micro-batch, on one device, for `take_turns`; returns the batch after it.
 
-    Order is for XLA a matter of dependences alone. So whatever is done in a turn depends on `other`,
-    which the other micro-batch started in its turn before: it is on its way meanwhile.
+    Order is for XLA a matter of dependences alone. So whatever is done in a turn depends on
+    `other`, which the other micro-batch started in its turn before: it is on its way meanwhile.
     """
     # The last byte of a sequence has nothing to follow it, so it is not computed.
     going_on = position + 1 < batch.end

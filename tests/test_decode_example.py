@@ -1,4 +1,4 @@
-"""The decode example: its text is that of the dense model, and its check notices where it is not."""
+"""The decode example: its text is the dense model's, and its check notices where it is not."""
 
 import dataclasses
 import os
@@ -198,17 +198,19 @@ def test_tokens_move_while_the_other_micro_batch_computes(decoder):
     order, depends_on = [], {}
     for equation in body.eqns:
         before = set().union(*(depends_on.get(id(x), set()) for x in equation.invars))
-        phase = re.fullmatch(r"jax_ep_((?:dispatch|combine)_(?:start|done))", equation.primitive.name)
+        name = equation.primitive.name
+        phase = re.fullmatch(r"jax_ep_((?:dispatch|combine)_(?:start|done))", name)
         if phase:
             # What the jaxpr's order says is also what XLA must keep.
-            assert before >= {i for i, name in enumerate(order) if name.endswith("start")}
+            assert before >= {i for i, other in enumerate(order) if other.endswith("start")}
             before = before | {len(order)}
             order.append(phase[1])
         depends_on.update((id(x), before) for x in equation.outvars)
 
-    send, experts, receive = ["dispatch_start"], ["dispatch_done", "combine_start"], ["combine_done"]
-    assert order == 2 * send + (LAYERS - 1) * (2 * experts + 2 * (receive + send)) + (
-        2 * experts + 2 * receive)
+    send, receive = ["dispatch_start"], ["combine_done"]
+    experts = ["dispatch_done", "combine_start"]
+    between_layers = 2 * experts + 2 * (receive + send)
+    assert order == 2 * send + (LAYERS - 1) * between_layers + 2 * experts + 2 * receive
 
 
 def test_wrong_prompts_are_named(decoder):
