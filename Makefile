@@ -5,7 +5,10 @@
 #   BINARY=...  for sanitize, a csrc/cuda/kernels_test that has been built elsewhere
 #   BAZEL=...   the Bazel (default: bazel or bazelisk on the PATH, else Debian's, installed)
 
-.PHONY: help setup test test-fast test-gpu sanitize demo bench wheel lock clean
+# What `make decode` decodes with; written when the training has ended.
+trained := build/decode_moe/400
+
+.PHONY: help setup test test-fast test-gpu sanitize demo decode bench wheel lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/make \1 -/p' Makefile
@@ -27,6 +30,12 @@ sanitize:  ## the kernels under compute-sanitizer, on a GPU here
 
 demo: setup  ## train a small MoE language model, expert-parallel over 8 CPU devices
 	@.venv/bin/python examples/train_moe.py
+
+decode: setup $(trained)  ## generate text with such a model (trained once), two micro-batches overlapped
+	@.venv/bin/python examples/decode_moe.py --checkpoint_dir=$(dir $(trained)) --temperature=0.7
+
+$(trained): | setup
+	@.venv/bin/python examples/train_moe.py --checkpoint_dir=$(dir $@) --steps=$(notdir $@)
 
 bench: setup  ## time dispatch and combine, on 8 CPU devices or all GPUs
 	@.venv/bin/python -m jax_ep.bench

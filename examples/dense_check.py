@@ -23,7 +23,8 @@ TIE_TOLERANCE = 1e-5  # router scores that are closer than this may be ranked ei
 
 class DenseStats(NamedTuple):
     aux_loss: jax.Array
-    routing_error: jax.Array  # how much better than the worst chosen expert an unchosen one is
+    # [batch, length], how much better than the worst chosen expert the best unchosen one is.
+    routing_error: jax.Array
 
 
 def dense_moe(layer, x, topk_idx):
@@ -47,7 +48,7 @@ def dense_moe(layer, x, topk_idx):
     aux_loss = num_experts * jnp.sum(fraction * scores.mean(axis=(0, 1)))
     best_unchosen = jnp.where(chosen > 0, -jnp.inf, scores).max(axis=-1)
     worst_chosen = jnp.where(chosen > 0, scores, jnp.inf).min(axis=-1)
-    return y, DenseStats(aux_loss, jnp.max(best_unchosen - worst_chosen))
+    return y, DenseStats(aux_loss, best_unchosen - worst_chosen)
 
 
 def without_drops(graphdef, params):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,13 @@ class ModelConfig:
     capacity_factor: float | None = 1.25
 
 
+class KVCache(NamedTuple):
+    """Keys and values of one layer's past positions, [batch, length, heads, features] each."""
+
+    key: jax.Array
+    value: jax.Array
+
+
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions."""
 
@@ -37,18 +45,40 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(config.width, config.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """x [batch, length, width], of which every position sees those before it."""
+        query, key, value = self._project(x)
+        y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return self.out(y.reshape(x.shape))
+
+    def decode(
+        self, x: jax.Array, cache: KVCache, position: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """One position of `__call__`: x [batch, width] at `position`, the earlier ones cached."""
+        query, *new = self._project(x[:, None], position)
+        key, value = (
+            jax.lax.dynamic_update_slice_in_dim(old, one, position, axis=1)
+            for old, one in zip(cache, new))
+        lengths = jnp.full(x.shape[0], position + 1, jnp.int32)
+        y = jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths)
+        return self.out(y.reshape(x.shape)), KVCache(key, value)
+
+    def empty_cache(self, batch: int, length: int) -> KVCache:
+        """The cache before the first position, with room for `length` of them."""
+        zeros = jnp.zeros((batch, length, self.num_heads, self.out.in_features // self.num_heads))
+        return KVCache(zeros, zeros)
+
+    def _project(self, x, start=0):
         batch, length, width = x.shape
         qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, width // self.num_heads)
         query, key, value = (qkv[:, :, i] for i in range(3))
-        y = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-        return self.out(y.reshape(batch, length, width))
+        return rotate(query, start), rotate(key, start), value
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of [batch, length, heads, features]."""
+def rotate(x: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+    """Rotary embedding of [batch, length, heads, features] at the positions from `start` on."""
     length, features = x.shape[1], x.shape[-1]
     frequencies = 1e4 ** (-jnp.arange(features // 2) / (features // 2))
-    angles = jnp.arange(length)[:, None, None] * frequencies
+    angles = (start + jnp.arange(length))[:, None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

@@ -4,7 +4,10 @@ The same tests run on GPUs with JAX_PLATFORMS=cuda; those that need more devices
 skip themselves.
 """
 
+import importlib
 import os
+import pathlib
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -32,3 +35,13 @@ def backend(request):
 def both_backends(request):
     """For what is quick with the reference too."""
     return request.param
+
+
+@pytest.fixture
+def example_module(monkeypatch):
+    """Imports a module of the examples as their scripts see it."""
+    folder = pathlib.Path(__file__).resolve().parents[1] / "examples"
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)

@@ -45,18 +45,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert resumed == history
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """The example's own modules, which are imported as a script sees them."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    names = ("checkpoint", "dense_check", "model", "plot", "text")
-    yield lambda name: __import__(name)
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-def test_text_is_split_by_file_and_the_same_every_time(tmp_path, modules):
-    text = modules("text")
+def test_text_is_split_by_file_and_the_same_every_time(tmp_path, example_module):
+    text = example_module("text")
     for i in range(45):
         (tmp_path / f"{i:02}.py").write_bytes(bytes([i]) * 10)
     (tmp_path / "site-packages").mkdir()
@@ -72,8 +62,8 @@ def test_text_is_split_by_file_and_the_same_every_time(tmp_path, modules):
         text.load(tmp_path / "site-packages")
 
 
-def test_the_check_fails_beyond_its_tolerances(modules, capsys):
-    check = modules("dense_check").check
+def test_the_check_fails_beyond_its_tolerances(example_module, capsys):
+    check = example_module("dense_check").check
     assert check({"loss": 1e-7, "gradient": 1e-6, "routing": -0.1})
     assert not check({"loss": 1e-7, "gradient": 1e-2, "routing": -0.1})
     assert not check({"loss": float("nan"), "gradient": 0.0, "routing": -0.1})
