@@ -2,9 +2,9 @@
 #include "xla_ffi/cuda/handlers.h"
 
 // The low-latency dispatch as a whole, its start and its done. Operands: [the ticket,] topk_idx,
-// the leaves [T, ...] and, with `has_weights`, the top-k weights [T, K]. Results: the ticket; or the
-// handle's arrays, the rows of each leaf, after those of a leaf that is cast their scales, and the
-// row weights.
+// the leaves [T, ...] and, with `has_weights`, the top-k weights [T, K]. Results: the ticket; or
+// the handle's arrays, the rows of each leaf, after those of a leaf that is cast their scales, and
+// the row weights.
 namespace jax_ep::ffi_cuda {
 namespace {
 
