@@ -50,14 +50,15 @@ void TestTexts() {
   CHECK(Says(Record(Op::kLowLatencyDispatchStart, Phase::kTicket, 5, 0),
              "dispatch_start on axis expert: rank 2 has two low-latency operations in flight"));
   CHECK(Says(Record(Op::kLowLatencyCombine, Phase::kTicket, 5, 0),
-             "low-latency combine on axis expert: rank 2 has two low-latency operations in flight"));
+             "low-latency combine on axis expert: rank 2 has two low-latency operations in "
+             "flight"));
   CHECK(Says(Record(Op::kLowLatencyCombineDone, Phase::kTicket, 5, 3),
              "combine_done on axis expert: rank 2 was given what no start in flight has returned "
              "(of operation 3)"));
   CHECK(Says(Record(Op::kLowLatencyDispatchDone, Phase::kReady,
                     Word(7, Op::kLowLatencyDispatchStart, 3), Word(5, Op::kLowLatencyDispatch, 3)),
-             "dispatch_done on axis expert: rank 2 waited 1.5 s in vain for rank 5's data (expected "
-             "operation 7; last seen prepare_and_dispatch as operation 5)"));
+             "dispatch_done on axis expert: rank 2 waited 1.5 s in vain for rank 5's data "
+             "(expected operation 7; last seen prepare_and_dispatch as operation 5)"));
   CHECK(Says(Record(Op::kPrepare, static_cast<Phase>(77), 8, 9),
              "failed in phase 77 at rank 5 (expected 8, seen 9)"));
 }

@@ -4,7 +4,7 @@
 //   kernels_test                  all cases
 //   kernels_test small TIMEOUT_S  a few small ones, whose kernels wait that long for another rank:
 //                                 for compute-sanitizer (bazel/sanitize.sh)
-//   kernels_test N                times the kernels over N repetitions
+//   kernels_test N [RANKS]        times the kernels over N repetitions
 #include <cuda_runtime.h>
 
 #include <chrono>
@@ -169,7 +169,7 @@ void TimeAllLowLatency(int repeats, int only) {
     c.num_ranks = num_ranks;
     c.low_latency_sms = 132 / ((num_ranks + NumDevices() - 1) / NumDevices());
     for (const int32_t num_tokens : {1, 128}) {
-      c.num_tokens = c.max_tokens = num_tokens;
+      c.num_tokens = num_tokens;
       // 2 % more rows than there are on average, but all of a few.
       c.capacity = num_tokens == 1 ? num_ranks * c.num_topk : num_tokens * c.num_topk * 51 / 50;
       for (const Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
@@ -266,6 +266,8 @@ void CheckOverlap(const Case& c) {
     first.Check(false);
     second.Check(false);
     third.Check(true);
+    first.Scramble();
+    second.Scramble();
     for (int i = 0; i < 5; ++i) {
       first.LowLatencyDispatch();
       second.LowLatencyDispatch(Half::kStart);

@@ -21,7 +21,7 @@ inline constexpr int kLowLatencyWarps = kLowLatencyThreads / 32;
 // Tokens that are told of after one fence.
 inline constexpr int kTokensPerFence = 8;
 
-static_assert(kTokensPerFence * kMaxTopk <= kLowLatencyThreads, "a thread for each pair of a batch");
+static_assert(kTokensPerFence * kMaxTopk <= kLowLatencyThreads, "a thread for each pair");
 
 // One of the two buffers on all ranks, as a thread block of a low-latency operation uses it.
 class LowLatencyChannel {
@@ -199,8 +199,8 @@ __device__ __forceinline__ void Publish(int32_t count, Tell tell) {
   for (int32_t i = threadIdx.x; i < count; i += 32) tell(i);
 }
 
-// Copies rows 0 to `count` by all warps of the block, of which this is number `warp`. `from(row)` is
-// where a row lies, `to(row, k)`, for k from 0 to `most`, its places, null for none.
+// Copies rows 0 to `count` of `bytes` by all warps of the block, of which this is number `warp`.
+// `from(row)` is where a row lies, `to(row, k)`, for k from 0 to `most`, its places, null for none.
 template <typename V, typename From, typename To>
 __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t most,
                                            int32_t warp, From from, To to) {

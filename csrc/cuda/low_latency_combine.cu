@@ -11,9 +11,9 @@
 #include "csrc/cuda/sum.cuh"
 #include "csrc/cuda/vector.cuh"
 
-// combine for few tokens, with the same sums: every rank pushes its partial sum for each token of the
-// other ranks into the token's rank, which adds up the partial sums in rank order, its own among
-// them. A block sums a token with all its warps, a vector a lane.
+// combine for few tokens, with the same sums: every rank pushes its partial sum for each token of
+// the other ranks into the token's rank, which adds up the partial sums in rank order, its own
+// among them. A block sums a token with all its warps, a vector a lane.
 namespace jax_ep::cuda {
 namespace {
 

@@ -13,10 +13,10 @@
 #include "csrc/cuda/vector.cuh"
 
 // prepare and dispatch in one kernel, for few tokens. Every rank sends its topk_idx to all others,
-// and each of its tokens, cast to fp8 where that is asked for, once to every rank that has an expert
-// of it. Then every block counts all ranks' pairs by itself, so that no block waits for another, and
-// places those of its share of all ranks' tokens: a stable counting sort, as in prepare. It moves
-// the rows of that share from the buffer, and this rank's own from the operands.
+// and each of its tokens, cast to fp8 where that is asked for, once to every rank that has an
+// expert of it. Then every block counts all ranks' pairs by itself, so that no block waits for
+// another, and places those of its share of all ranks' tokens: a stable counting sort, as in
+// prepare. It moves the rows of that share from the buffer, this rank's own from the operands.
 namespace jax_ep::cuda {
 namespace {
 
@@ -193,8 +193,8 @@ __device__ void SendTokens(const MoveArgs& args, const LowLatencyChannel& channe
   }
 }
 
-// In shared memory, the ranks that a batch of `count` tokens go to, each once for a token. If leaves
-// are cast, this rank's own rows are not those that it was given, and it, too, gets them.
+// In shared memory, the ranks that a batch of `count` tokens go to, each once for a token. If
+// leaves are cast, this rank's own rows are not those that it was given, and it, too, gets them.
 template <typename Token>
 __device__ void ChooseTargets(const MoveArgs& args, int32_t* keys, bool casts, int32_t count,
                               Token token) {
@@ -260,7 +260,8 @@ __device__ void Send(const LowLatencyDispatchArgs& args, Operation& operation,
 }
 
 // Poisons the results, as warp `warp` of `num_warps`.
-__device__ __noinline__ void Poison(const LowLatencyDispatchArgs& args, int64_t warp, int64_t num_warps) {
+__device__ __noinline__ void Poison(const LowLatencyDispatchArgs& args, int64_t warp,
+                                    int64_t num_warps) {
   const int64_t num_rows = args.move.common.shape.num_rows();
   ClearRouting(args.move.common, args.routing, warp * 32 + threadIdx.x % 32, num_warps * 32);
   for (int64_t row = warp; row < num_rows; row += num_warps) {
@@ -353,7 +354,8 @@ __device__ void FillGaps(const LowLatencyDispatchArgs& args, const int32_t* firs
 }
 
 // Fixes the slots of a batch of `count` of all ranks' tokens from number `first` on, and which of
-// them have a row here, and waits for what those bring. False, for all threads, if it does not come.
+// them have a row here, and waits for what those bring. False, for all threads, if it does not
+// come.
 __device__ bool Place(const LowLatencyDispatchArgs& args, LowLatencyChannel& channel,
                       const Indices<LowLatencyChannel>& indices, int32_t first, int32_t count,
                       bool casts, const Counters& counters, Shared& shared) {

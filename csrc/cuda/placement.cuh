@@ -8,9 +8,9 @@
 #include "csrc/cuda/ptx/memory.cuh"
 #include "csrc/cuda/signal.cuh"
 
-// How ranks exchange their topk_idx, and the steps of the counting sort that turns those into slots:
-// what prepare and the low-latency dispatch have in common. `Channel` is what carries the words: an
-// Operation, or a LowLatencyChannel.
+// How ranks exchange their topk_idx, and the steps of the counting sort that turns those into
+// slots: what prepare and the low-latency dispatch have in common. `Channel` is what carries the
+// words: an Operation, or a LowLatencyChannel.
 namespace jax_ep::cuda {
 
 // Sends this rank's indices to every rank: thread `thread` of `num_threads`. `words(peer)` is where

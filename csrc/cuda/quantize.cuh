@@ -138,8 +138,8 @@ __device__ void CastVectors(Ring& ring, const Leaf& leaf, const std::byte* token
 // Columns of a lane when a warp casts a block.
 inline constexpr int kLaneColumns = kBlockColumns / 32;
 
-// Casts a block of up to 128 columns by one warp: this lane's columns lane, lane + 32, ... in `cast`,
-// the first in the low byte.
+// Casts a block of up to 128 columns by one warp: this lane's columns lane, lane + 32, ... into
+// `cast`, the first in the low byte.
 template <typename T>
 __device__ __forceinline__ BlockScale CastBlock(Quantize quantize,
                                                 const typename T::Storage* block,

@@ -99,7 +99,9 @@ ffi::Error Run(const char* name, cudaStream_t stream, const Operands& operands, 
   cuda::LowLatencyCombineArgs args;
   Status status = SetOperands(operands, &held, &args);
   if (status.ok() && leaves != nullptr) status = SetResults(*leaves, &args);
-  if (status.ok() && ticket != nullptr) status = SetTicket(*ticket, leaves == nullptr, &args.split);
+  if (status.ok() && ticket != nullptr) {
+    status = SetTicket(*ticket, leaves == nullptr, &args.split);
+  }
   if (status.ok()) status = cuda::LowLatencyCombine(stream, args);
   return ToError(name, status);
 }

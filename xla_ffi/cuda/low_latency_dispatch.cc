@@ -1,10 +1,10 @@
 #include "xla_ffi/cuda/call.h"
 #include "xla_ffi/cuda/handlers.h"
 
-// The low-latency dispatch as a whole, its start and its done. Operands: [the ticket,] topk_idx, the
-// leaves [T, ...] and, with `has_weights`, the top-k weights [T, K]. Results: the ticket; or the
-// handle's arrays, the rows of each leaf, after those of a leaf that is cast their scales, and the
-// row weights.
+// The low-latency dispatch as a whole, its start and its done. Operands: [the ticket,] topk_idx,
+// the leaves [T, ...] and, with `has_weights`, the top-k weights [T, K]. Results: the ticket; or
+// the handle's arrays, the rows of each leaf, after those of a leaf that is cast their scales, and
+// the row weights.
 namespace jax_ep::ffi_cuda {
 namespace {
 
@@ -107,7 +107,9 @@ ffi::Error Run(const char* name, cudaStream_t stream, const Operands& operands, 
   cuda::LowLatencyDispatchArgs args;
   Status status = SetOperands(operands, &held, &args);
   if (status.ok() && results != nullptr) status = SetResults(operands, *results, &args);
-  if (status.ok() && ticket != nullptr) status = SetTicket(*ticket, results == nullptr, &args.split);
+  if (status.ok() && ticket != nullptr) {
+    status = SetTicket(*ticket, results == nullptr, &args.split);
+  }
   if (status.ok()) status = cuda::LowLatencyDispatch(stream, args);
   return ToError(name, status);
 }
