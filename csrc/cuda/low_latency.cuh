@@ -9,6 +9,7 @@
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/memory.cuh"
 #include "csrc/cuda/signal.cuh"
+#include "csrc/cuda/team.cuh"
 
 // What the low-latency kernels share. A block works on one token at a time where there are as many
 // blocks as tokens, so that all of its bytes are under way at once, and on a batch of them where
@@ -189,32 +190,32 @@ __device__ __forceinline__ int32_t Select(int32_t count, int32_t* selected, Want
   return found;
 }
 
-// Tells of what the block has put in place: `tell(i)`, for i from 0 to `count`, stores the words
-// for it. All threads of the block call this; one warp fences while the others go on.
+// Tells of what the team has put in place: `tell(i)`, for i from 0 to `count`, stores the words for
+// it. One warp fences while the others go on.
 template <typename Tell>
-__device__ __forceinline__ void Publish(int32_t count, Tell tell) {
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
+__device__ __forceinline__ void Publish(const Team& team, int32_t count, Tell tell) {
+  team.Sync();
+  if (team.warp() != 0) return;
   ptx::FenceSys();
-  for (int32_t i = threadIdx.x; i < count; i += 32) tell(i);
+  for (int32_t i = team.thread(); i < count; i += 32) tell(i);
 }
 
-// Copies rows 0 to `count` of `bytes` by all warps of the block, of which this is number `warp`.
+// Copies rows 0 to `count` of `bytes` by `num_warps` warps, of which this is number `warp`.
 // `from(row)` is where a row lies, `to(row, k)`, for k from 0 to `most`, its places, null for none.
 template <typename V, typename From, typename To>
 __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t most,
-                                           int32_t warp, From from, To to) {
+                                           int32_t warp, int32_t num_warps, From from, To to) {
   // Pieces of 32 vectors that a warp loads before it stores the first.
   constexpr int kUnroll = 4;
   const int32_t lane = threadIdx.x % 32;
   const auto vectors = static_cast<int32_t>(bytes / static_cast<int64_t>(sizeof(V)));
   const int32_t row_pieces = (vectors + 31) / 32;
   const int32_t pieces = count * row_pieces;
-  for (int32_t first = warp; first < pieces; first += kUnroll * kLowLatencyWarps) {
+  for (int32_t first = warp; first < pieces; first += kUnroll * num_warps) {
     V values[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int32_t piece = first + u * kLowLatencyWarps;
+      const int32_t piece = first + u * num_warps;
       const int32_t index = piece % row_pieces * 32 + lane;
       if (piece < pieces && index < vectors) {
         values[u] = Load(reinterpret_cast<const V*>(from(piece / row_pieces)) + index);
@@ -222,7 +223,7 @@ __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int32_t piece = first + u * kLowLatencyWarps;
+      const int32_t piece = first + u * num_warps;
       const int32_t index = piece % row_pieces * 32 + lane;
       if (piece >= pieces || index >= vectors) continue;
       for (int32_t k = 0; k < most; ++k) {
@@ -236,13 +237,14 @@ __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t
 // The same by the widest vectors that `alignment`, the bits of all addresses and sizes, allows.
 template <typename From, typename To>
 __device__ __forceinline__ void CopyRows(int32_t count, int64_t bytes, uintptr_t alignment,
-                                         int32_t most, int32_t warp, From from, To to) {
+                                         int32_t most, int32_t warp, int32_t num_warps,
+                                         From from, To to) {
   if (alignment % 16 == 0) {
-    CopyRowsBy<uint4>(count, bytes, most, warp, from, to);
+    CopyRowsBy<uint4>(count, bytes, most, warp, num_warps, from, to);
   } else if (alignment % 4 == 0) {
-    CopyRowsBy<uint32_t>(count, bytes, most, warp, from, to);
+    CopyRowsBy<uint32_t>(count, bytes, most, warp, num_warps, from, to);
   } else {
-    CopyRowsBy<uint8_t>(count, bytes, most, warp, from, to);
+    CopyRowsBy<uint8_t>(count, bytes, most, warp, num_warps, from, to);
   }
 }
 

@@ -275,7 +275,7 @@ __device__ void Send(const MoveArgs& args, LowLatencyChannel& channel,
                             leaf.staging_offset;
                    });
       }
-      Publish(told, [&](int32_t j) { channel.Ready(source(chosen[j]), token(chosen[j])); });
+      Publish(Team::Block(), told, [&](int32_t j) { channel.Ready(source(chosen[j]), token(chosen[j])); });
     }
     __syncthreads();
   }

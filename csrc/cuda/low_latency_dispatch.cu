@@ -23,13 +23,16 @@ namespace {
 constexpr int kThreads = kLowLatencyThreads;
 constexpr int kWarps = kLowLatencyWarps;
 
+using AllIndices = Indices<LowLatencyChannel>;
+
 // What a block has in shared memory, beside the counters of all experts.
 struct Shared {
   int32_t first_token[kMaxRanks + 1];  // see SumTokens
-  // Of a batch of tokens, [tokens, K], a thread for each: sending, the ranks to send to, -1 where
-  // there is none; receiving, the experts.
-  int32_t keys[kThreads];
-  // Receiving only:
+  // Of a batch of tokens, [tokens, K], a thread for each. Sending, the ranks to send to, -1 where
+  // there is none.
+  int32_t targets[kThreads];
+  // Receiving:
+  int32_t experts[kThreads];
   int32_t slots[kThreads];   // rows on this rank, or kNoSlot
   int32_t tokens[kThreads];  // of a token the number in tables [R, max_tokens_per_rank]
   int32_t here[kThreads];    // those of the batch's tokens that have a row here
@@ -59,23 +62,26 @@ __device__ bool Casts(const MoveArgs& args) {
   return casts;
 }
 
-// A block's threads and warps, numbered over the grid so that few of them are of many blocks.
-__device__ int32_t SpreadWarp() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
-__device__ int64_t SpreadThread() { return int64_t{SpreadWarp()} * 32 + threadIdx.x % 32; }
-__device__ int64_t NumThreads() { return int64_t{gridDim.x} * kThreads; }
+// A team's threads and warps, numbered over the grid so that few of them are of many blocks.
+__device__ int32_t SpreadWarp(const Team& team) { return team.warp() * gridDim.x + blockIdx.x; }
+__device__ int64_t SpreadThread(const Team& team) {
+  return int64_t{SpreadWarp(team)} * 32 + threadIdx.x % 32;
+}
+__device__ int64_t NumThreads(const Team& team) { return int64_t{gridDim.x} * team.num_threads(); }
 
 // Casts a leaf of `count` tokens; `token(i)` is its row, `to(i, k)`, up to `most`, where its staged
 // row goes, null for nowhere.
 template <typename T, typename Token, typename To>
-__device__ void CastRows(const Leaf& leaf, int32_t count, int32_t most, Token token, To to) {
+__device__ void CastRows(const Team& team, const Leaf& leaf, int32_t count, int32_t most,
+                         Token token, To to) {
   using Storage = typename T::Storage;
-  const int32_t warp = threadIdx.x / 32;
+  const int32_t warp = team.warp();
   const int32_t lane = threadIdx.x % 32;
   if (!CastsVectors(leaf)) {
     const int32_t line_blocks = NumBlocks(leaf.columns);
     const auto blocks = static_cast<int32_t>(
         leaf.columns == 0 ? 0 : leaf.row_bytes / leaf.columns * line_blocks);
-    for (int32_t unit = warp; unit < count * blocks; unit += kWarps) {
+    for (int32_t unit = warp; unit < count * blocks; unit += team.num_warps()) {
       const int32_t row = unit / blocks;
       const int32_t block = unit % blocks;
       const int32_t first = block % line_blocks * kBlockColumns;
@@ -100,11 +106,11 @@ __device__ void CastRows(const Leaf& leaf, int32_t count, int32_t most, Token to
       static_cast<int32_t>(leaf.row_bytes * static_cast<int64_t>(sizeof(Storage)) / 16);
   const int32_t row_pieces = (vectors + 31) / 32;
   const int32_t pieces = count * row_pieces;
-  for (int32_t first = warp; first < pieces; first += kUnroll * kWarps) {
+  for (int32_t first = warp; first < pieces; first += kUnroll * team.num_warps()) {
     uint4 loaded[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int32_t piece = first + u * kWarps;
+      const int32_t piece = first + u * team.num_warps();
       const int32_t index = piece % row_pieces * 32 + lane;
       loaded[u] = uint4{0, 0, 0, 0};
       if (piece < pieces && index < vectors) {
@@ -113,7 +119,7 @@ __device__ void CastRows(const Leaf& leaf, int32_t count, int32_t most, Token to
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int32_t piece = first + u * kWarps;
+      const int32_t piece = first + u * team.num_warps();
       const int32_t index = piece % row_pieces * 32 + lane;
       float x[kElements];
       Unpack<T>(loaded[u], x);
@@ -146,20 +152,21 @@ __device__ void CastRows(const Leaf& leaf, int32_t count, int32_t most, Token to
   }
 }
 
-// Sends `count` tokens of the batch from its place `first` on to the ranks in `keys`; `token(i)` is
+// Sends `count` tokens of the batch from its place `first` on to the ranks in `targets`; `token(i)` is
 // number i of the batch.
 template <typename Token>
-__device__ void SendTokens(const MoveArgs& args, const LowLatencyChannel& channel,
-                           const int32_t* keys, int32_t first, int32_t count, Token token) {
+__device__ void SendTokens(const Team& team, const MoveArgs& args,
+                           const LowLatencyChannel& channel, const int32_t* targets,
+                           int32_t first, int32_t count, Token token) {
   const int32_t num_topk = args.common.shape.num_topk;
   const int32_t rank = args.common.workspace.rank;
   const PairValues& values = args.values;
   auto staged = [&](int32_t i, int32_t k) -> std::byte* {
-    const int32_t target = keys[(first + i) * num_topk + k];
+    const int32_t target = targets[(first + i) * num_topk + k];
     return target < 0 ? nullptr : channel.Row(target, rank, token(first + i));
   };
   // Arrives while the rows are moved.
-  const int32_t pair = threadIdx.x;
+  const int32_t pair = team.thread();
   const bool has_value = values.tokens != nullptr && pair < count * num_topk;
   uint64_t value = 0;
   if (has_value) {
@@ -174,16 +181,16 @@ __device__ void SendTokens(const MoveArgs& args, const LowLatencyChannel& channe
     auto row = [&](int32_t i) { return leaf.tokens + token(first + i) * bytes; };
     if (leaf.quantize == Quantize::kNone) {
       CopyRows(count, bytes, reinterpret_cast<uintptr_t>(leaf.tokens) | bytes, num_topk,
-               threadIdx.x / 32, row, [&](int32_t i, int32_t k) {
+               team.warp(), team.num_warps(), row, [&](int32_t i, int32_t k) {
                  std::byte* const to = staged(i, k);
                  return to == nullptr ? nullptr : to + leaf.staging_offset;
                });
     } else if (leaf.dtype == DType::kBF16) {
-      CastRows<BF16>(leaf, count, num_topk, row, staged);
+      CastRows<BF16>(team, leaf, count, num_topk, row, staged);
     } else if (leaf.dtype == DType::kF16) {
-      CastRows<F16>(leaf, count, num_topk, row, staged);
+      CastRows<F16>(team, leaf, count, num_topk, row, staged);
     } else {
-      CastRows<F32>(leaf, count, num_topk, row, staged);
+      CastRows<F32>(team, leaf, count, num_topk, row, staged);
     }
   }
   for (int32_t k = 0; has_value && k < num_topk; ++k) {
@@ -196,10 +203,10 @@ __device__ void SendTokens(const MoveArgs& args, const LowLatencyChannel& channe
 // In shared memory, the ranks that a batch of `count` tokens go to, each once for a token. If
 // leaves are cast, this rank's own rows are not those that it was given, and it, too, gets them.
 template <typename Token>
-__device__ void ChooseTargets(const MoveArgs& args, int32_t* keys, bool casts, int32_t count,
-                              Token token) {
+__device__ void ChooseTargets(const Team& team, const MoveArgs& args, int32_t* targets, bool casts,
+                              int32_t count, Token token) {
   const Shape& shape = args.common.shape;
-  const int32_t pair = threadIdx.x;
+  const int32_t pair = team.thread();
   const int32_t k = pair % shape.num_topk;
   const bool in_batch = pair < count * shape.num_topk;
   int32_t target = -1;
@@ -208,32 +215,32 @@ __device__ void ChooseTargets(const MoveArgs& args, int32_t* keys, bool casts, i
     const int32_t expert = args.topk_idx[first + k];
     if (expert >= 0 && expert < shape.num_experts) target = shape.rank_of_expert(expert);
     if (target == args.common.workspace.rank && !casts) target = -1;
-    keys[pair] = target;
+    targets[pair] = target;
   }
-  __syncthreads();
+  team.Sync();
   bool again = false;
   for (int32_t other = pair - k; in_batch && other < pair; ++other) {
-    again |= keys[other] == target;
+    again |= targets[other] == target;
   }
-  __syncthreads();
-  if (again) keys[pair] = -1;
-  __syncthreads();
+  team.Sync();
+  if (again) targets[pair] = -1;
+  team.Sync();
 }
 
-__device__ void Send(const LowLatencyDispatchArgs& args, Operation& operation,
-                     LowLatencyChannel& channel, Shared& shared) {
+__device__ void Send(const Team& team, const LowLatencyDispatchArgs& args, Operation& operation,
+                     const LowLatencyChannel& channel, Shared& shared) {
   const MoveArgs& move = args.move;
   const Shape& shape = move.common.shape;
   const int32_t rank = move.common.workspace.rank;
   const int32_t num_tokens = move.common.num_tokens;
   if (blockIdx.x == 0) {
-    for (int32_t peer = threadIdx.x; peer < shape.num_ranks; peer += kThreads) {
+    for (int32_t peer = team.thread(); peer < shape.num_ranks; peer += team.num_threads()) {
       ptx::StoreRelaxedSys(&channel.Control(peer)->num_tokens[rank], channel.Word(num_tokens));
     }
   }
   const int64_t mine = int64_t{rank} * shape.max_tokens_per_rank * shape.num_topk;
-  SendIndices(move.common, move.topk_idx, operation, channel, SpreadThread(), NumThreads(),
-              [&](int32_t peer) { return channel.Topk(peer) + mine; });
+  SendIndices(move.common, move.topk_idx, operation, channel, SpreadThread(team),
+              NumThreads(team), [&](int32_t peer) { return channel.Topk(peer) + mine; });
 
   const bool casts = Casts(move);
   if (shape.num_ranks == 1 && !casts) return;
@@ -241,21 +248,21 @@ __device__ void Send(const LowLatencyDispatchArgs& args, Operation& operation,
   const int32_t blocks = gridDim.x;
   const int32_t block = blockIdx.x;
   const int32_t count = block < num_tokens ? (num_tokens - block - 1) / blocks + 1 : 0;
-  const int32_t most = kThreads / shape.num_topk;
+  const int32_t most = team.num_threads() / shape.num_topk;
   for (int32_t begin = 0; begin < count; begin += most) {
     const int32_t batch = min(most, count - begin);
     auto token = [&](int32_t i) { return block + (begin + i) * blocks; };
-    ChooseTargets(move, shared.keys, casts, batch, token);
+    ChooseTargets(team, move, shared.targets, casts, batch, token);
     for (int32_t first = 0; first < batch; first += kTokensPerFence) {
       const int32_t told = min(kTokensPerFence, batch - first);
-      SendTokens(move, channel, shared.keys, first, told, token);
-      Publish(told * shape.num_topk, [&](int32_t i) {
+      SendTokens(team, move, channel, shared.targets, first, told, token);
+      Publish(team, told * shape.num_topk, [&](int32_t i) {
         const int32_t pair = first * shape.num_topk + i;
-        const int32_t target = shared.keys[pair];
+        const int32_t target = shared.targets[pair];
         if (target >= 0) channel.Ready(target, token(pair / shape.num_topk));
       });
     }
-    __syncthreads();
+    team.Sync();
   }
 }
 
@@ -269,20 +276,26 @@ __device__ __noinline__ void Poison(const LowLatencyDispatchArgs& args, int64_t 
   }
 }
 
+// The first of all ranks' tokens that block `block` places.
+__device__ int32_t FirstToken(const Shared& shared, const Shape& shape, int32_t block) {
+  return static_cast<int32_t>(int64_t{shared.first_token[shape.num_ranks]} * block / gridDim.x);
+}
+
 // Counts all pairs by expert: before pair `begin`, and all. False, for all threads, if some did not
 // come, or a peer has sent -1 for an index that is none, and said so.
-__device__ bool Count(const Common& common, Operation& operation, LowLatencyChannel& channel,
-                      const Indices<LowLatencyChannel>& indices, int32_t num_pairs, int32_t begin,
+__device__ bool Count(const Team& team, const Common& common, Operation& operation, LowLatencyChannel& channel,
+                      const AllIndices& indices, int32_t num_pairs, int32_t begin,
                       const Counters& counters) {
   const Shape& shape = common.shape;
   constexpr int kAtOnce = 6;
   int32_t rank = 0;
-  for (int32_t base = threadIdx.x; base < num_pairs; base += kThreads * kAtOnce) {
+  for (int32_t base = team.thread(); base < num_pairs;
+       base += team.num_threads() * kAtOnce) {
     Source sources[kAtOnce];
     uint64_t words[kAtOnce];
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const int32_t pair = base + u * kThreads;
+      const int32_t pair = base + u * team.num_threads();
       if (pair >= num_pairs) continue;
       sources[u] = indices.Find(pair / shape.num_topk, rank);
       sources[u].k = pair % shape.num_topk;
@@ -291,23 +304,24 @@ __device__ bool Count(const Common& common, Operation& operation, LowLatencyChan
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const int32_t pair = base + u * kThreads;
+      const int32_t pair = base + u * team.num_threads();
       if (pair >= num_pairs) continue;
       const int32_t expert = indices.Expert(sources[u], words[u]);
       if (expert < 0) continue;
       atomicAdd(&(pair < begin ? counters.before : counters.offsets)[expert], 1);
     }
   }
-  __syncthreads();
+  team.Sync();
   const int32_t first_expert = common.workspace.rank * shape.num_local_experts();
-  for (int32_t expert = threadIdx.x; expert < shape.num_experts; expert += kThreads) {
+  for (int32_t expert = team.thread(); expert < shape.num_experts;
+       expert += team.num_threads()) {
     const int32_t count = counters.before[expert] + counters.offsets[expert];
     counters.offsets[expert] = count;
     const int32_t local = expert - first_expert;
     if (local >= 0 && local < shape.num_local_experts()) counters.counts[local] = count;
   }
-  const bool failed = threadIdx.x + 1 == kThreads && operation.Failed();
-  return __syncthreads_and(!failed && !channel.lost());
+  const bool failed = team.thread() == 0 && operation.Failed();
+  return team.SyncAnd(!failed && !channel.lost());
 }
 
 // Whether one of this rank's pairs takes row `row`. `offsets` and `counts` are of its experts.
@@ -326,16 +340,16 @@ __device__ bool Taken(const Shape& shape, const int32_t* offsets, const int32_t*
 
 // Zero in the rows that no pair takes, and -1 in the handle for those and for tokens that are not
 // there.
-__device__ void FillGaps(const LowLatencyDispatchArgs& args, const int32_t* first_token,
-                         const Counters& counters) {
+__device__ void FillGaps(const Team& team, const LowLatencyDispatchArgs& args,
+                         const int32_t* first_token, const Counters& counters) {
   const Shape& shape = args.move.common.shape;
   const int32_t lane = threadIdx.x % 32;
   const int32_t* const offsets =
       counters.offsets + args.move.common.workspace.rank * shape.num_local_experts();
   const int64_t num_rows = shape.num_rows();
   // Neighbouring rows go to different blocks; a warp looks at 32 of its own together.
-  const int64_t num_warps = int64_t{gridDim.x} * kWarps;
-  for (int64_t base = SpreadWarp(); base < num_rows; base += num_warps * 32) {
+  const int64_t num_warps = int64_t{gridDim.x} * team.num_warps();
+  for (int64_t base = SpreadWarp(team); base < num_rows; base += num_warps * 32) {
     const int64_t row = base + lane * num_warps;
     const bool gap = row < num_rows && !Taken(shape, offsets, counters.counts, row);
     if (gap) args.routing.row_source[row] = -1;
@@ -345,7 +359,7 @@ __device__ void FillGaps(const LowLatencyDispatchArgs& args, const int32_t* firs
   }
   const int64_t entries =
       int64_t{shape.num_ranks} * shape.max_tokens_per_rank * shape.num_topk;
-  for (int64_t i = SpreadThread(); i < entries; i += NumThreads()) {
+  for (int64_t i = SpreadThread(team); i < entries; i += NumThreads(team)) {
     const auto token = static_cast<int32_t>(i / shape.num_topk);
     const int32_t rank = token / shape.max_tokens_per_rank;
     const int32_t num_tokens = first_token[rank + 1] - first_token[rank];
@@ -357,7 +371,7 @@ __device__ void FillGaps(const LowLatencyDispatchArgs& args, const int32_t* firs
 // them have a row here, and waits for what those bring. False, for all threads, if it does not
 // come.
 __device__ bool Place(const LowLatencyDispatchArgs& args, LowLatencyChannel& channel,
-                      const Indices<LowLatencyChannel>& indices, int32_t first, int32_t count,
+                      const AllIndices& indices, int32_t first, int32_t count,
                       bool casts, const Counters& counters, Shared& shared) {
   const Shape& shape = args.move.common.shape;
   const int32_t rank = args.move.common.workspace.rank;
@@ -369,7 +383,7 @@ __device__ bool Place(const LowLatencyDispatchArgs& args, LowLatencyChannel& cha
     source = indices.Find(first + pair / shape.num_topk, 0);
     source.k = pair % shape.num_topk;
     expert = indices.Expert(source, indices.Load(source));
-    shared.keys[pair] = expert;
+    shared.experts[pair] = expert;
     if (source.k == 0) {
       shared.tokens[pair / shape.num_topk] =
           source.rank * shape.max_tokens_per_rank + source.token;
@@ -379,7 +393,7 @@ __device__ bool Place(const LowLatencyDispatchArgs& args, LowLatencyChannel& cha
   if (threadIdx.x < 32) {
     for (int32_t base = 0; base < num_pairs; base += 32) {
       const int32_t at = base + static_cast<int32_t>(threadIdx.x);
-      const int32_t key = at < num_pairs ? shared.keys[at] : -1;
+      const int32_t key = at < num_pairs ? shared.experts[at] : -1;
       const int32_t position = NextPosition(counters.before, key);
       if (at >= num_pairs) continue;
       shared.slots[at] = key < 0 ? kNoSlot
@@ -454,6 +468,7 @@ __device__ void MoveRows(const MoveArgs& args, const LowLatencyChannel& channel,
     CopyRows(
         shared.num_here, leaf.row_bytes,
         own | reinterpret_cast<uintptr_t>(leaf.rows) | leaf.row_bytes, num_topk, threadIdx.x / 32,
+        kWarps,
         [&](int32_t i) -> const std::byte* {
           const Source token = source(i);
           return in_place(token) ? leaf.tokens + token.token * leaf.row_bytes
@@ -465,7 +480,7 @@ __device__ void MoveRows(const MoveArgs& args, const LowLatencyChannel& channel,
     CopyRows(
         shared.num_here, leaf.scale_bytes,
         reinterpret_cast<uintptr_t>(leaf.scales) | leaf.scale_bytes, num_topk,
-        kWarps - 1 - threadIdx.x / 32,
+        kWarps - 1 - threadIdx.x / 32, kWarps,
         [&](int32_t i) -> const std::byte* { return staged(source(i)) + leaf.scales_offset; },
         places(leaf.scales, leaf.scale_bytes));
   }
@@ -474,42 +489,55 @@ __device__ void MoveRows(const MoveArgs& args, const LowLatencyChannel& channel,
   }
 }
 
-__device__ void Receive(const LowLatencyDispatchArgs& args, Operation& operation,
-                        LowLatencyChannel& channel, Shared& shared, const Counters& counters) {
+// What a block has to know before it can place its share of all ranks' tokens: counts, and from them
+// where each expert's rows begin. Fills the gaps between the rows. False, for all threads of the
+// team, if the ranks' indices did not come.
+__device__ bool Prepare(const Team& team, const LowLatencyDispatchArgs& args,
+                        Operation& operation, LowLatencyChannel& channel, Shared& shared,
+                        const Counters& counters) {
   const Common& common = args.move.common;
   const Shape& shape = common.shape;
-  for (int32_t i = threadIdx.x; i < 2 * shape.num_experts; i += kThreads) counters.before[i] = 0;
-  for (int32_t rank = threadIdx.x; rank < shape.num_ranks; rank += kThreads) {
+  const int32_t num_threads = team.num_threads();
+  for (int32_t i = team.thread(); i < 2 * shape.num_experts; i += num_threads) {
+    counters.before[i] = 0;
+  }
+  for (int32_t rank = team.thread(); rank < shape.num_ranks; rank += num_threads) {
     const uint64_t* const word = &channel.Control(common.workspace.rank)->num_tokens[rank];
     int32_t num_tokens;
     const bool came = channel.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
     shared.first_token[rank + 1] = came ? num_tokens : 0;
   }
-  SumTokens(shape.num_ranks, shared.first_token);
-
-  const Indices<LowLatencyChannel> indices(shape, channel, channel.Topk(common.workspace.rank),
-                                           shared.first_token);
-  const int64_t num_tokens = shared.first_token[shape.num_ranks];
-  const auto begin = static_cast<int32_t>(num_tokens * blockIdx.x / gridDim.x);
-  const auto end = static_cast<int32_t>(num_tokens * (blockIdx.x + 1) / gridDim.x);
-  // All results, by this block alone: no other knows which rows it would have filled.
-  auto poison = [&] { Poison(args, threadIdx.x / 32, kWarps); };
-  if (!Count(common, operation, channel, indices,
-             static_cast<int32_t>(num_tokens) * shape.num_topk, begin * shape.num_topk,
-             counters)) {
-    return poison();
+  SumTokens(team, shape.num_ranks, shared.first_token);
+  const AllIndices indices(shape, channel, channel.Topk(common.workspace.rank),
+                           shared.first_token);
+  if (!Count(team, common, operation, channel, indices,
+             shared.first_token[shape.num_ranks] * shape.num_topk,
+             FirstToken(shared, shape, blockIdx.x) * shape.num_topk, counters)) {
+    return false;
   }
-  PlaceExperts(common, args.routing, counters.offsets, counters.offsets);
-  __syncthreads();
-  FillGaps(args, shared.first_token, counters);
+  PlaceExperts(team, common, args.routing, counters.offsets, counters.offsets);
+  team.Sync();
+  FillGaps(team, args, shared.first_token, counters);
+  return true;
+}
+
+// Places the block's share of all ranks' tokens, and moves their rows; by all threads.
+__device__ bool Receive(const LowLatencyDispatchArgs& args, LowLatencyChannel& channel,
+                        Shared& shared, const Counters& counters) {
+  const Common& common = args.move.common;
+  const Shape& shape = common.shape;
+  const AllIndices indices(shape, channel, channel.Topk(common.workspace.rank),
+                           shared.first_token);
+  const int32_t end = FirstToken(shared, shape, blockIdx.x + 1);
   const bool casts = Casts(args.move);
   const int32_t most = kThreads / shape.num_topk;
-  for (int32_t first = begin; first < end; first += most) {
+  for (int32_t first = FirstToken(shared, shape, blockIdx.x); first < end; first += most) {
     const int32_t count = min(most, end - first);
-    if (!Place(args, channel, indices, first, count, casts, counters, shared)) return poison();
+    if (!Place(args, channel, indices, first, count, casts, counters, shared)) return false;
     MoveRows(args.move, channel, casts, shared);
     __syncthreads();
   }
+  return true;
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -522,12 +550,27 @@ __global__ void __launch_bounds__(kThreads, 1)
                       RoutingSite(shape) * 31 + PayloadSite(args.move));
   LowLatencyChannel channel(args.move, operation, split);
   if (!channel.Enter()) {
-    if (split.receives) return Poison(args, SpreadWarp(), int64_t{gridDim.x} * kWarps);
+    if (split.receives) {
+      return Poison(args, SpreadWarp(Team::Block()), int64_t{gridDim.x} * kWarps);
+    }
     if (blockIdx.x == 0 && threadIdx.x < 2) split.ticket[threadIdx.x] = ~0u;
     return;
   }
-  if (split.sends) Send(args, operation, channel, shared);
-  if (split.receives) Receive(args, operation, channel, shared, Counters(dynamic, shape));
+  // Half of the warps send, fences included, while the others count.
+  const bool both = split.sends && split.receives;
+  const Team senders = both ? Team(0, kWarps / 2, 1) : Team::Block();
+  const Team counting = both ? Team(kWarps / 2, kWarps / 2, 2) : Team::Block();
+  const Counters counters(dynamic, shape);
+  bool good = true;
+  if (split.sends && senders.Has()) Send(senders, args, operation, channel, shared);
+  if (split.receives && counting.Has()) {
+    good = Prepare(counting, args, operation, channel, shared, counters);
+  }
+  if (split.receives) {
+    good = __syncthreads_and(good) && Receive(args, channel, shared, counters);
+    // All results, by this block alone: no other knows which rows it would have filled.
+    if (!good) Poison(args, threadIdx.x / 32, kWarps);
+  }
   channel.Leave();
 }
 

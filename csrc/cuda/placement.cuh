@@ -7,6 +7,7 @@
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/memory.cuh"
 #include "csrc/cuda/signal.cuh"
+#include "csrc/cuda/team.cuh"
 
 // How ranks exchange their topk_idx, and the steps of the counting sort that turns those into
 // slots: what prepare and the low-latency dispatch have in common. `Channel` is what carries the
@@ -46,14 +47,15 @@ __device__ void SendIndices(const Common& common, const int32_t* topk_idx, Opera
 }
 
 // Makes `first_token`, in shared memory, from the ranks' numbers of tokens, which it has one place
-// further on: [r] becomes the first of rank r's tokens among all. All threads of the block call it.
-__device__ __forceinline__ void SumTokens(int32_t num_ranks, int32_t* first_token) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
+// further on: [r] becomes the first of rank r's tokens among all.
+__device__ __forceinline__ void SumTokens(const Team& team, int32_t num_ranks,
+                                          int32_t* first_token) {
+  team.Sync();
+  if (team.thread() == 0) {
     first_token[0] = 0;
     for (int32_t rank = 0; rank < num_ranks; ++rank) first_token[rank + 1] += first_token[rank];
   }
-  __syncthreads();
+  team.Sync();
 }
 
 // All ranks' indices, as they are sent to this one: words [R, max_tokens_per_rank, K].
@@ -96,12 +98,13 @@ class Indices {
 
 // In layouts expert and padded: this rank's sizes, and each expert's first row in `offsets`,
 // clipped at capacity, beyond which rows do not matter. `offsets` may be `counts`. One warp a rank.
-__device__ __forceinline__ void PlaceExperts(const Common& common, const Routing& routing,
-                                             const int32_t* counts, int32_t* offsets) {
+__device__ __forceinline__ void PlaceExperts(const Team& team, const Common& common,
+                                             const Routing& routing, const int32_t* counts,
+                                             int32_t* offsets) {
   const Shape& shape = common.shape;
   const int32_t num_local = shape.num_local_experts();
   const int32_t lane = threadIdx.x % 32;
-  for (int32_t rank = threadIdx.x / 32; rank < shape.num_ranks; rank += blockDim.x / 32) {
+  for (int32_t rank = team.warp(); rank < shape.num_ranks; rank += team.num_warps()) {
     const bool writes = blockIdx.x == 0 && rank == common.workspace.rank;
     int64_t offset = 0;
     int32_t num_rows = 0;

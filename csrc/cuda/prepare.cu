@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                       operation.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
     first_token[rank + 1] = came ? num_tokens : 0;
   }
-  SumTokens(shape.num_ranks, first_token);
+  SumTokens(Team::Block(), shape.num_ranks, first_token);
 
   // Each warp takes consecutive tokens and counts what it has of each key.
   const auto* const words = reinterpret_cast<const uint64_t*>(workspace.base[workspace.rank] +
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       }
     }
   } else {
-    PlaceExperts(args.common, args.routing, totals, offsets);
+    PlaceExperts(Team::Block(), args.common, args.routing, totals, offsets);
     __syncthreads();
     pairs.Place(offsets);
   }
