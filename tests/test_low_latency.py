@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jax_ep import low_latency
 
 from jax_ep.testing import cases, oracle, run
 from jax_ep.testing.cases import Case
@@ -337,7 +338,8 @@ def test_pending_between_programs():
 def test_after_changes_no_bit(dtype):
     group = group_of(CASE)
     x = cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8))
-    values = {"a": [cases.any_bits(dtype, (NUM_RANKS, 3, 5))], "b": cases.any_bits(dtype, (NUM_RANKS,))}
+    values = {"a": [cases.any_bits(dtype, (NUM_RANKS, 3, 5))],
+              "b": cases.any_bits(dtype, (NUM_RANKS,))}
 
     def f(x, topk_idx, values):
         pending = started(group, CASE, x, topk_idx)
@@ -444,7 +446,8 @@ def test_gradients_of_some_leaves():
 
 def test_vmap():
     group = group_of(CASE)
-    x = np.stack([cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8), seed) for seed in range(3)], 1)
+    x = np.stack([cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8), seed)
+                  for seed in range(3)], 1)
     topk_idx = np.stack([cases.routing("unrouted", CASE, seed) for seed in range(3)], 1)
     f = jax.vmap(functools.partial(fused, group, CASE))
     rows, _, handle = jax.jit(run.per_rank(group, f))(x, topk_idx)
@@ -511,7 +514,7 @@ ORDINARY = {"prepare": False, "dispatch": False, "combine": False}
 LOW_LATENCY = {"low_latency_dispatch": False, "low_latency_combine": False}
 
 
-@pytest.mark.parametrize("low_latency, mode, options, expected", [
+@pytest.mark.parametrize("has_buffers, mode, options, expected", [
     (True, None, {}, LOW_LATENCY),
     (True, "ll", {}, LOW_LATENCY),
     (True, "ht", {}, ORDINARY),
@@ -521,9 +524,17 @@ LOW_LATENCY = {"low_latency_dispatch": False, "low_latency_combine": False}
     (False, None, {}, ORDINARY),
     (False, "ht", {}, ORDINARY),
 ])
-def test_targets(low_latency, mode, options, expected):
-    group = run.group_of(CASE, "native", low_latency)
+def test_targets(has_buffers, mode, options, expected):
+    group = run.group_of(CASE, "native", has_buffers)
     assert targets(group, layer(group, mode, **options), *layer_inputs()) == expected
+
+
+def test_larger_groups_choose_the_ordinary_path(monkeypatch):
+    """Than are measured to be faster on the other; asking for that works nevertheless."""
+    monkeypatch.setattr(low_latency, "AUTOMATIC_TOKENS", CASE.max_tokens_per_rank - 1)
+    group = group_of(CASE)
+    assert targets(group, layer(group, None), *layer_inputs()) == ORDINARY
+    assert targets(group, layer(group, "ll"), *layer_inputs()) == LOW_LATENCY
 
 
 def test_targets_of_two_phases():
@@ -564,13 +575,13 @@ def test_other_backends_run_the_ordinary_operations():
     assert not targets(reference, layer(reference, "ll"), *layer_inputs())
 
 
-@pytest.mark.parametrize("max_tokens, low_latency, expected", [
+@pytest.mark.parametrize("max_tokens, asked, expected", [
     (512, None, True), (513, None, False), (1, None, True), (512, False, False), (8, True, True)])
-def test_group_attribute(max_tokens, low_latency, expected, both_backends):
+def test_group_attribute(max_tokens, asked, expected, both_backends):
     mesh = run.make_mesh((1,), (run.AXIS,))
     with jax_ep.Group(mesh, run.AXIS, num_experts=2, num_topk=1, max_tokens_per_rank=max_tokens,
                       max_row_bytes=16, backend=run.backend_name(both_backends),
-                      low_latency=low_latency) as group:
+                      low_latency=asked) as group:
         assert group.low_latency is expected
 
 
@@ -612,14 +623,14 @@ def rows_for(group, x, idx, **options):
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-@pytest.mark.parametrize("low_latency, x, options, parts", [
+@pytest.mark.parametrize("has_buffers, x, options, parts", [
     (False, lambda x: x, {}, ["low_latency=True", "512", "max_tokens_per_rank"]),
     (True, lambda x: x, {"layout": "rank"}, ["layouts expert and padded", "rank"]),
     (True, lambda x: [x] * 9, {}, ["8 leaves", "9"]),
     (True, lambda x: [], {}, ["leaves", "0"]),
 ])
-def test_not_on_the_path(op, low_latency, x, options, parts):
-    group = run.group_of(CASE, "native", low_latency)
+def test_not_on_the_path(op, has_buffers, x, options, parts):
+    group = run.group_of(CASE, "native", has_buffers)
     tokens, topk_idx = layer_inputs()
     with pytest.raises(ValueError) as info:
         trace(group, lambda t, i: OPERATIONS[op](group, x(t), i, **options), tokens, topk_idx)
@@ -647,7 +658,8 @@ def test_unknown_mode(mode):
 @pytest.mark.parametrize("op", ["prepare_and_dispatch", "dispatch_start"])
 @pytest.mark.parametrize("change, error, parts", [
     (dict(x=np.zeros((NUM_RANKS, 9, 4), np.float32)), ValueError, ["x", "(9, 4)", "5"]),
-    (dict(x=np.zeros((NUM_RANKS, 5, 4096), np.float32)), ValueError, ["16384", "max_row_bytes=8192"]),
+    (dict(x=np.zeros((NUM_RANKS, 5, 4096), np.float32)), ValueError,
+     ["16384", "max_row_bytes=8192"]),
     (dict(idx=np.zeros((NUM_RANKS, 5, 2), np.int32)), ValueError, ["topk_idx", "(5, 2)", "3"]),
     (dict(idx=np.zeros((NUM_RANKS, 5, 3), np.float32)), TypeError, ["topk_idx", "float32"]),
     (dict(topk_weights=np.zeros((5, 2), np.float32)), ValueError, ["topk_weights", "(5, 2)"]),
