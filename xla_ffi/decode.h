@@ -72,7 +72,15 @@ auto BindCombine(Binding&& binding) {
 }
 
 // The low-latency operations: what the whole of each and its two halves bind alike. The first half
-// has one result, its ticket; the second takes that before the same operands.
+// has one result, its ticket; the second takes that before the same operands, and after them some
+// that are there for the order alone.
+template <typename Binding>
+auto BindTicket(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<xla::ffi::Buffer<xla::ffi::U32>>()
+      .template Attr<int32_t>("num_after");
+}
+
 template <typename Binding>
 auto BindLowLatencyDispatch(Binding&& binding) {
   return std::move(binding)
@@ -167,19 +175,22 @@ struct Payload {
   std::optional<xla::ffi::AnyBuffer> moved_values;  // with Values::kMoved
 };
 
-// Pairs operands with results; nothing where there are too few or too many of them.
+// Pairs operands with results; nothing where there are too few or too many of them. The last
+// `num_after` operands have no result.
 inline std::optional<Payload> DecodePayload(const xla::ffi::RemainingArgs& operands,
                                             xla::ffi::RemainingRets& results, Values role,
-                                            Quantize quantize = Quantize::kNone) {
+                                            Quantize quantize = Quantize::kNone,
+                                            size_t num_after = 0) {
+  const size_t num_operands = operands.size() - num_after;
   size_t taken = 0;
   const auto take = [&]() -> std::optional<xla::ffi::AnyBuffer> {
     if (taken == results.size()) return std::nullopt;
     return **results.get<xla::ffi::AnyBuffer>(taken++);
   };
   Payload payload;
-  for (size_t i = 0; i < operands.size(); ++i) {
+  for (size_t i = 0; i < num_operands; ++i) {
     const xla::ffi::AnyBuffer from = *operands.get<xla::ffi::AnyBuffer>(i);
-    if (role != Values::kNone && i + 1 == operands.size()) {
+    if (role != Values::kNone && i + 1 == num_operands) {
       payload.values = from;
       if (role == Values::kWeights) continue;
       payload.moved_values = take();

@@ -2,8 +2,8 @@
 #include "xla_ffi/cuda/handlers.h"
 
 // The low-latency combine as a whole, its start and its done. Operands: [the ticket,] the routing,
-// the rows of each leaf and, if `values` is kWeights, the row weights. Results: the ticket, or the
-// leaves [T, ...].
+// the rows of each leaf and, if `values` is kWeights, the row weights; of a done, then `num_after`
+// arrays that XLA computes before it and nobody reads. Results: the ticket, or the leaves [T, ...].
 namespace jax_ep::ffi_cuda {
 namespace {
 
@@ -21,6 +21,7 @@ struct Operands {
   I32 recv_slots;
   Values values;
   ffi::RemainingArgs payload;
+  int32_t num_after = 0;
 };
 
 Status SetOperands(const Operands& operands, std::shared_ptr<const cuda::Group>* held,
@@ -42,7 +43,7 @@ Status SetOperands(const Operands& operands, std::shared_ptr<const cuda::Group>*
              operands.row_topk_idx, operands.recv_slots);
   if (operands.values == Values::kMoved) return Status::Error("it returns no values");
   const bool has_weights = operands.values == Values::kWeights;
-  const size_t num_operands = operands.payload.size();
+  const size_t num_operands = operands.payload.size() - operands.num_after;
   if (has_weights && num_operands == 0) return Status::Error("there are no weights");
   const size_t num_leaves = num_operands - (has_weights ? 1 : 0);
   if (num_leaves > cuda::kMaxLeaves) {
@@ -129,18 +130,18 @@ ffi::Error LowLatencyCombineStart(cudaStream_t stream, int64_t group, int32_t la
 
 ffi::Error LowLatencyCombineDone(cudaStream_t stream, int64_t group, int32_t layout,
                                  int64_t capacity, int64_t expert_alignment, I32 position,
-                                 U32 ticket, I32 topk_idx, I32 slots, I32 row_source,
-                                 I32 row_topk_idx, I32 recv_slots, int32_t values,
+                                 U32 ticket, int32_t num_after, I32 topk_idx, I32 slots,
+                                 I32 row_source, I32 row_topk_idx, I32 recv_slots, int32_t values,
                                  ffi::RemainingArgs payload, ffi::RemainingRets leaves) {
   return Run("combine_done", stream,
              {group, layout, capacity, expert_alignment, position, topk_idx, slots, row_source,
-              row_topk_idx, recv_slots, static_cast<Values>(values), payload},
+              row_topk_idx, recv_slots, static_cast<Values>(values), payload, num_after},
              &ticket, &leaves);
 }
 
 auto BindWhole() { return BindLowLatencyCombine(BindCall()).RemainingRets(); }
 auto BindStart() { return BindLowLatencyCombine(BindCall()).Ret<U32>(); }
-auto BindDone() { return BindLowLatencyCombine(BindCall().Arg<U32>()).RemainingRets(); }
+auto BindDone() { return BindLowLatencyCombine(BindTicket(BindCall())).RemainingRets(); }
 
 }  // namespace
 }  // namespace jax_ep::ffi_cuda

@@ -2,9 +2,10 @@
 #include "xla_ffi/cuda/handlers.h"
 
 // The low-latency dispatch as a whole, its start and its done. Operands: [the ticket,] topk_idx,
-// the leaves [T, ...] and, with `has_weights`, the top-k weights [T, K]. Results: the ticket; or
-// the handle's arrays, the rows of each leaf, after those of a leaf that is cast their scales, and
-// the row weights.
+// the leaves [T, ...] and, with `has_weights`, the top-k weights [T, K]; of a done, then
+// `num_after` arrays that XLA computes before it and nobody reads. Results: the ticket; or the
+// handle's arrays, the rows of each leaf, after those of a leaf that is cast their scales, and the
+// row weights.
 namespace jax_ep::ffi_cuda {
 namespace {
 
@@ -19,6 +20,7 @@ struct Operands {
   bool has_weights;
   Quantize quantize;
   ffi::RemainingArgs payload;
+  int32_t num_after = 0;
 };
 
 Status SetOperands(const Operands& operands, std::shared_ptr<const cuda::Group>* held,
@@ -34,7 +36,7 @@ Status SetOperands(const Operands& operands, std::shared_ptr<const cuda::Group>*
   const Shape& shape = move.common.shape;
   if (Status status = CheckTopk(shape, operands.topk_idx); !status.ok()) return status;
   move.topk_idx = operands.topk_idx.typed_data();
-  const size_t num_operands = operands.payload.size();
+  const size_t num_operands = operands.payload.size() - operands.num_after;
   if (operands.has_weights && num_operands == 0) return Status::Error("there are no weights");
   const size_t num_leaves = num_operands - (operands.has_weights ? 1 : 0);
   if (num_leaves > cuda::kMaxLeaves) {
@@ -73,7 +75,7 @@ Status SetResults(const Operands& operands, Results results, cuda::LowLatencyDis
   const Shape& shape = move.common.shape;
   const auto payload = DecodePayload(operands.payload, results.payload,
                                      operands.has_weights ? Values::kMoved : Values::kNone,
-                                     operands.quantize);
+                                     operands.quantize, operands.num_after);
   if (!payload) return Status::Error("operands and results do not match");
   if (Status status = FirstError(
           {CheckSlots(shape, operands.topk_idx, *results.slots, *results.row_source,
@@ -141,24 +143,24 @@ ffi::Error LowLatencyDispatchStart(cudaStream_t stream, int64_t group, int32_t l
 
 ffi::Error LowLatencyDispatchDone(cudaStream_t stream, int64_t group, int32_t layout,
                                   int64_t capacity, int64_t expert_alignment, I32 position,
-                                  U32 ticket, I32 topk_idx, bool has_weights, int32_t quantize,
-                                  ffi::RemainingArgs payload, ffi::Result<I32> slots,
-                                  ffi::Result<I32> row_source, ffi::Result<I32> recv_slots,
-                                  ffi::Result<I32> group_sizes, ffi::Result<I32> expert_counts,
-                                  ffi::Result<I32> num_rows, ffi::Result<I32> num_dropped,
-                                  ffi::RemainingRets rows) {
+                                  U32 ticket, int32_t num_after, I32 topk_idx, bool has_weights,
+                                  int32_t quantize, ffi::RemainingArgs payload,
+                                  ffi::Result<I32> slots, ffi::Result<I32> row_source,
+                                  ffi::Result<I32> recv_slots, ffi::Result<I32> group_sizes,
+                                  ffi::Result<I32> expert_counts, ffi::Result<I32> num_rows,
+                                  ffi::Result<I32> num_dropped, ffi::RemainingRets rows) {
   const Results results{slots,    row_source,  recv_slots, group_sizes, expert_counts,
                         num_rows, num_dropped, rows};
   return Run("dispatch_done", stream,
              {group, layout, capacity, expert_alignment, position, topk_idx, has_weights,
-              static_cast<Quantize>(quantize), payload},
+              static_cast<Quantize>(quantize), payload, num_after},
              &ticket, &results);
 }
 
 auto BindWhole() { return BindLowLatencyDispatchResults(BindLowLatencyDispatch(BindCall())); }
 auto BindStart() { return BindLowLatencyDispatch(BindCall()).Ret<U32>(); }
 auto BindDone() {
-  return BindLowLatencyDispatchResults(BindLowLatencyDispatch(BindCall().Arg<U32>()));
+  return BindLowLatencyDispatchResults(BindLowLatencyDispatch(BindTicket(BindCall())));
 }
 
 }  // namespace
