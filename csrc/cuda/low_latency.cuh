@@ -38,9 +38,22 @@ class LowLatencyChannel {
   // A sender waits until every peer has left the operation that read this buffer last; not for
   // later operations, which use the other or none. A receiver waits for nothing.
   __device__ __forceinline__ bool Enter() {
-    const bool entered = operation_.EnterIf([this] {
-      if (!Take()) return false;
-      return !split_.sends || operation_.PeersLeft(__ldcg(&Use().read));
+    // All loads that depend on nothing are under way together.
+    const RankState& state = *workspace_.state;
+    const LowLatencyUse uses[2] = {LoadUse(state.buffers[0]), LoadUse(state.buffers[1])};
+    const uint32_t last = __ldcg(&state.last_buffer);
+    uint32_t ticket[2] = {};
+    if (!split_.sends) {
+      ticket[0] = __ldcg(&split_.ticket[0]);
+      ticket[1] = __ldcg(&split_.ticket[1]);
+    }
+    const bool entered = operation_.EnterIf([&] {
+      const bool found = split_.sends ? TakeFree(uses, last) : TakeGiven(uses, ticket);
+      const LowLatencyUse use = Pick(uses, buffer_);
+      if (!found && threadIdx.x == 0) {
+        operation_.Fail(Phase::kTicket, workspace_.rank, use.epoch, ticket[1]);
+      }
+      return found && (!split_.sends || operation_.PeersLeft(use.read));
     });
     if (!entered || !split_.sends || blockIdx.x != 0) return entered;
     for (int32_t peer = threadIdx.x; peer < operation_.num_ranks(); peer += blockDim.x) {
@@ -111,33 +124,35 @@ class LowLatencyChannel {
   }
 
  private:
-  __device__ __forceinline__ const LowLatencyUse& Use() const {
-    return workspace_.state->buffers[buffer_];
+  static __device__ __forceinline__ LowLatencyUse LoadUse(const LowLatencyUse& use) {
+    const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(&use));
+    return {loaded.x, loaded.y, loaded.z, loaded.w};
   }
 
-  // Finds the buffer; false, for all threads, if there is none.
-  __device__ __forceinline__ bool Take() {
-    bool found;
-    uint32_t given = 0;
-    if (split_.sends) {
-      data_ = {operation_.epoch(), operation_.tag()};
-      buffer_ = 1 - __ldcg(&workspace_.state->last_buffer);
-      if (__ldcg(&Use().in_flight)) buffer_ = 1 - buffer_;
-      found = !__ldcg(&Use().in_flight);
-    } else {
-      // A done's number is one above that of its start.
-      data_ = {__ldcg(&split_.ticket[1]), operation_.tag() - (1u << Signal::kOpShift)};
-      given = data_.epoch;
-      buffer_ = __ldcg(&split_.ticket[0]);
-      found = buffer_ < 2;
-      if (!found) buffer_ = 0;
-      found &= __ldcg(&Use().in_flight) && __ldcg(&Use().epoch) == data_.epoch &&
-               __ldcg(&Use().tag) == data_.tag;
-    }
-    if (!found && threadIdx.x == 0) {
-      operation_.Fail(Phase::kTicket, workspace_.rank, __ldcg(&Use().epoch), given);
-    }
-    return found;
+  // One of them, by values: an index would put them into memory.
+  static __device__ __forceinline__ LowLatencyUse Pick(const LowLatencyUse (&uses)[2],
+                                                       uint32_t buffer) {
+    const bool second = buffer != 0;
+    return {second ? uses[1].epoch : uses[0].epoch, second ? uses[1].tag : uses[0].tag,
+            second ? uses[1].read : uses[0].read,
+            second ? uses[1].in_flight : uses[0].in_flight};
+  }
+
+  // Takes the buffer that was not taken last, or the other one; false if both are in flight.
+  __device__ __forceinline__ bool TakeFree(const LowLatencyUse (&uses)[2], uint32_t last) {
+    data_ = {operation_.epoch(), operation_.tag()};
+    buffer_ = Pick(uses, 1 - last).in_flight ? last : 1 - last;
+    return !uses[0].in_flight || !uses[1].in_flight;
+  }
+
+  // Takes that of the ticket; false if it is not in flight there.
+  __device__ __forceinline__ bool TakeGiven(const LowLatencyUse (&uses)[2],
+                                            const uint32_t (&ticket)[2]) {
+    // A done's number is one above that of its start.
+    data_ = {ticket[1], operation_.tag() - (1u << Signal::kOpShift)};
+    buffer_ = ticket[0] == 1;
+    const LowLatencyUse use = Pick(uses, buffer_);
+    return ticket[0] < 2 && use.in_flight && use.epoch == data_.epoch && use.tag == data_.tag;
   }
 
   __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int32_t token) const {

@@ -51,7 +51,7 @@ struct alignas(64) ErrorRecord {
 };
 
 // What a rank knows of one of its low-latency buffers.
-struct LowLatencyUse {
+struct alignas(16) LowLatencyUse {
   uint32_t epoch;      // of the operation that sent through it last
   uint32_t tag;        // of that
   uint32_t read;       // the last operation that read it
@@ -67,8 +67,8 @@ struct alignas(128) RankState {
   uint32_t barrier;       // arrivals at the grid barrier of the operation in flight
   uint32_t reported;      // the error record is taken
   uint32_t tasks[2];      // given out so far of each queue, in the operation in flight
-  uint32_t last_buffer;   // that a low-latency operation took
   LowLatencyUse buffers[2];
+  uint32_t last_buffer;  // that a low-latency operation took
 };
 
 // The start of every rank's workspace, written by the peers. Zero when the group is created.
