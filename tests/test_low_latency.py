@@ -286,6 +286,26 @@ def test_two_micro_batches_in_flight(loop):
     assert_same_bits(results, expected)
 
 
+def test_more_starts_than_can_be_in_flight():
+    """XLA may order starts and dones that nothing orders as it likes."""
+    group, topk_idx = group_of(CASE), cases.routing("uniform", CASE)
+    xs = [cases.floats(np.float32, (NUM_RANKS, CASE.num_tokens, 8), seed) for seed in range(5)]
+
+    def f(xs, topk_idx):
+        pendings = [started(group, CASE, x, topk_idx) for x in xs]
+        # Not in the order of the starts, and after all of them.
+        dones = [jax_ep.dispatch_done(p, after=pendings) for p in reversed(pendings)][::-1]
+        pendings = [jax_ep.combine_start(rows, handle) for rows, _, handle in dones]
+        ys = [jax_ep.combine_done(p, after=pendings) for p in reversed(pendings)][::-1]
+        return [rows for rows, _, _ in dones], ys
+
+    rows, ys = jax.jit(run.per_rank(group, f))(xs, topk_idx)
+    plan = oracle.prepare(CASE.oracle_config, topk_idx)
+    expected = [oracle.dispatch(plan, x) for x in xs]
+    assert_same_bits(rows, expected)
+    assert_same_bits(ys, [oracle.combine(plan, x) for x in expected])
+
+
 def test_many_executions_in_flight():
     group, w = group_of(CASE), matrix_of(CASE)
     overlapped, in_order = (

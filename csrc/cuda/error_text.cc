@@ -77,15 +77,9 @@ std::string Happened(const ErrorRecord& record, const std::string& waited) {
              ", outside [-1, " + Number(record.expected) + ")";
     case Phase::kPeerFailed:
       return rank + " stopped because " + peer + " had failed; its own error says why";
-    case Phase::kTicket: {
-      const auto op = static_cast<Op>(record.op);
-      if (op != Op::kLowLatencyDispatchDone && op != Op::kLowLatencyCombineDone) {
-        return rank + " has two low-latency operations in flight, and no buffer for a third: a "
-               "start must be done before the second one after it";
-      }
+    case Phase::kTicket:
       return rank + " was given what no start in flight has returned (of operation " +
              Number(record.seen) + "): it is done already, or of another kind or run";
-    }
   }
   return rank + " failed in phase " + std::to_string(record.phase) + " at " + peer +
          " (expected " + Number(record.expected) + ", seen " + Number(record.seen) + ")";

@@ -47,11 +47,6 @@ void TestTexts() {
              "prepare on axis expert: rank 2 has a topk_idx of -2, outside [-1, 8)"));
   CHECK(Says(Record(Op::kCombine, Phase::kPeerFailed, 0, 0),
              "rank 2 stopped because rank 5 had failed"));
-  CHECK(Says(Record(Op::kLowLatencyDispatchStart, Phase::kTicket, 5, 0),
-             "dispatch_start on axis expert: rank 2 has two low-latency operations in flight"));
-  CHECK(Says(Record(Op::kLowLatencyCombine, Phase::kTicket, 5, 0),
-             "low-latency combine on axis expert: rank 2 has two low-latency operations in "
-             "flight"));
   CHECK(Says(Record(Op::kLowLatencyCombineDone, Phase::kTicket, 5, 3),
              "combine_done on axis expert: rank 2 was given what no start in flight has returned "
              "(of operation 3)"));

@@ -13,7 +13,7 @@
 
 // What the low-latency kernels share. A block works on one token at a time where there are as many
 // blocks as tokens, so that all of its bytes are under way at once, and on a batch of them where
-// there are fewer. A rank pushes what the others need into one of their two buffers; the ready word
+// there are fewer. A rank pushes what the others need into one of their buffers; the ready word
 // of a token follows the fence. docs/protocol.md has the argument.
 namespace jax_ep::cuda {
 
@@ -24,7 +24,7 @@ inline constexpr int kTokensPerFence = 8;
 
 static_assert(kTokensPerFence * kMaxTopk <= kLowLatencyThreads, "a thread for each pair");
 
-// One of the two buffers on all ranks, as a thread block of a low-latency operation uses it.
+// One of the buffers on all ranks, as a thread block of a low-latency operation uses it.
 class LowLatencyChannel {
  public:
   __device__ __forceinline__ LowLatencyChannel(const MoveArgs& args, Operation& operation,
@@ -34,13 +34,19 @@ class LowLatencyChannel {
         operation_(operation),
         split_(split) {}
 
+  // What this operation does. A start that finds no buffer leaves its part to its done.
+  __device__ __forceinline__ bool sends() const { return sends_; }
+  __device__ __forceinline__ bool receives() const { return split_.receives; }
+
   // Begins the operation with the buffer that it takes or has a ticket for; as Operation::Enter.
   // A sender waits until every peer has left the operation that read this buffer last; not for
-  // later operations, which use the other or none. A receiver waits for nothing.
+  // later operations, which use another or none. A receiver waits for nothing.
   __device__ __forceinline__ bool Enter() {
     // All loads that depend on nothing are under way together.
     const RankState& state = *workspace_.state;
-    const LowLatencyUse uses[2] = {LoadUse(state.buffers[0]), LoadUse(state.buffers[1])};
+    Uses uses;
+#pragma unroll
+    for (uint32_t i = 0; i < kLowLatencyBuffers; ++i) uses[i] = LoadUse(state.buffers[i]);
     const uint32_t last = __ldcg(&state.last_buffer);
     uint32_t ticket[2] = {};
     if (!split_.sends) {
@@ -48,18 +54,30 @@ class LowLatencyChannel {
       ticket[1] = __ldcg(&split_.ticket[1]);
     }
     const bool entered = operation_.EnterIf([&] {
-      const bool found = split_.sends ? TakeFree(uses, last) : TakeGiven(uses, ticket);
-      const LowLatencyUse use = Pick(uses, buffer_);
-      if (!found && threadIdx.x == 0) {
-        operation_.Fail(Phase::kTicket, workspace_.rank, use.epoch, ticket[1]);
+      const bool starts = split_.sends && !split_.receives;
+      const bool deferred = starts ? !MayStay(uses) : !split_.sends && ticket[0] == kDeferred;
+      sends_ = split_.sends != deferred;
+      if (starts && deferred) {
+        data_ = {operation_.epoch(), operation_.tag()};
+        buffer_ = kDeferred;
+        return true;
       }
-      return found && (!split_.sends || operation_.PeersLeft(use.read));
+      if (sends_) {
+        TakeFree(uses, last);
+      } else if (!TakeGiven(uses, ticket)) {
+        if (threadIdx.x == 0) {
+          operation_.Fail(Phase::kTicket, workspace_.rank, Pick(uses, buffer_).epoch, ticket[1]);
+        }
+        return false;
+      }
+      return !sends_ || operation_.PeersLeft(Pick(uses, buffer_).read);
     });
-    if (!entered || !split_.sends || blockIdx.x != 0) return entered;
-    for (int32_t peer = threadIdx.x; peer < operation_.num_ranks(); peer += blockDim.x) {
+    if (!entered || blockIdx.x != 0) return entered;
+    for (int32_t peer = threadIdx.x; sends_ && peer < operation_.num_ranks();
+         peer += blockDim.x) {
       ptx::StoreRelaxedSys(&Control(peer)->begun[workspace_.rank], data_.Encode());
     }
-    if (!split_.receives && threadIdx.x == 0) {
+    if (split_.sends && !split_.receives && threadIdx.x == 0) {
       split_.ticket[0] = buffer_;
       split_.ticket[1] = data_.epoch;
     }
@@ -68,8 +86,9 @@ class LowLatencyChannel {
 
   __device__ __forceinline__ void Leave() {
     operation_.Leave([this](RankState* state) {
+      if (!sends_ && !split_.receives) return;
       LowLatencyUse& use = state->buffers[buffer_];
-      if (split_.sends) {
+      if (sends_) {
         state->last_buffer = buffer_;
         use.epoch = data_.epoch;
         use.tag = data_.tag;
@@ -124,35 +143,50 @@ class LowLatencyChannel {
   }
 
  private:
+  using Uses = LowLatencyUse[kLowLatencyBuffers];
+
   static __device__ __forceinline__ LowLatencyUse LoadUse(const LowLatencyUse& use) {
     const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(&use));
     return {loaded.x, loaded.y, loaded.z, loaded.w};
   }
 
   // One of them, by values: an index would put them into memory.
-  static __device__ __forceinline__ LowLatencyUse Pick(const LowLatencyUse (&uses)[2],
-                                                       uint32_t buffer) {
-    const bool second = buffer != 0;
-    return {second ? uses[1].epoch : uses[0].epoch, second ? uses[1].tag : uses[0].tag,
-            second ? uses[1].read : uses[0].read,
-            second ? uses[1].in_flight : uses[0].in_flight};
+  static __device__ __forceinline__ LowLatencyUse Pick(const Uses& uses, uint32_t buffer) {
+    LowLatencyUse use = uses[0];
+#pragma unroll
+    for (uint32_t i = 1; i < kLowLatencyBuffers; ++i) {
+      if (buffer == i) use = uses[i];
+    }
+    return use;
   }
 
-  // Takes the buffer that was not taken last, or the other one; false if both are in flight.
-  __device__ __forceinline__ bool TakeFree(const LowLatencyUse (&uses)[2], uint32_t last) {
+  // Whether one more operation may stay in flight: a buffer is left for others then.
+  static __device__ __forceinline__ bool MayStay(const Uses& uses) {
+    uint32_t free = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kLowLatencyBuffers; ++i) free += !uses[i].in_flight;
+    return free > 1;
+  }
+
+  // Takes the free buffer that comes next after the one taken last; one always is free.
+  __device__ __forceinline__ void TakeFree(const Uses& uses, uint32_t last) {
     data_ = {operation_.epoch(), operation_.tag()};
-    buffer_ = Pick(uses, 1 - last).in_flight ? last : 1 - last;
-    return !uses[0].in_flight || !uses[1].in_flight;
+    buffer_ = last;
+#pragma unroll
+    for (uint32_t i = 0; i < kLowLatencyBuffers; ++i) {
+      buffer_ = buffer_ + 1 == kLowLatencyBuffers ? 0 : buffer_ + 1;
+      if (!Pick(uses, buffer_).in_flight) return;
+    }
   }
 
   // Takes that of the ticket; false if it is not in flight there.
-  __device__ __forceinline__ bool TakeGiven(const LowLatencyUse (&uses)[2],
-                                            const uint32_t (&ticket)[2]) {
+  __device__ __forceinline__ bool TakeGiven(const Uses& uses, const uint32_t (&ticket)[2]) {
     // A done's number is one above that of its start.
     data_ = {ticket[1], operation_.tag() - (1u << Signal::kOpShift)};
-    buffer_ = ticket[0] == 1;
+    const bool exists = ticket[0] < kLowLatencyBuffers;
+    buffer_ = exists ? ticket[0] : 0;
     const LowLatencyUse use = Pick(uses, buffer_);
-    return ticket[0] < 2 && use.in_flight && use.epoch == data_.epoch && use.tag == data_.tag;
+    return exists && use.in_flight && use.epoch == data_.epoch && use.tag == data_.tag;
   }
 
   __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int32_t token) const {
@@ -176,6 +210,7 @@ class LowLatencyChannel {
   const Split& split_;
   Signal data_ = {};  // of the operation that sends
   uint32_t buffer_ = 0;
+  bool sends_ = false;
   bool lost_ = false;
 };
 

@@ -344,8 +344,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (blockIdx.x == 0 && threadIdx.x < 2) split.ticket[threadIdx.x] = ~0u;
     return;
   }
-  if (split.sends) Send<T>(args.move, channel, shared);
-  if (split.receives) Receive<T>(args.move, channel, shared);
+  if (channel.sends()) Send<T>(args.move, channel, shared);
+  if (channel.receives()) Receive<T>(args.move, channel, shared);
   channel.Leave();
 }
 

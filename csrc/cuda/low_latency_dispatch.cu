@@ -557,16 +557,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   // Half of the warps send, fences included, while the others count.
-  const bool both = split.sends && split.receives;
+  const bool both = channel.sends() && channel.receives();
   const Team senders = both ? Team(0, kWarps / 2, 1) : Team::Block();
   const Team counting = both ? Team(kWarps / 2, kWarps / 2, 2) : Team::Block();
   const Counters counters(dynamic, shape);
   bool good = true;
-  if (split.sends && senders.Has()) Send(senders, args, operation, channel, shared);
-  if (split.receives && counting.Has()) {
+  if (channel.sends() && senders.Has()) Send(senders, args, operation, channel, shared);
+  if (channel.receives() && counting.Has()) {
     good = Prepare(counting, args, operation, channel, shared, counters);
   }
-  if (split.receives) {
+  if (channel.receives()) {
     good = __syncthreads_and(good) && Receive(args, channel, shared, counters);
     // All results, by this block alone: no other knows which rows it would have filled.
     if (!good) Poison(args, threadIdx.x / 32, kWarps);

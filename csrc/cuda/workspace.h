@@ -14,6 +14,11 @@ inline constexpr int32_t kMaxRanks = 72;    // an NVLink domain of a GB200 rack
 inline constexpr int32_t kMaxBlocks = 256;  // of a grid; more than any GPU has SMs
 inline constexpr int32_t kMaxTopk = 64;     // two pairs for each lane of a warp
 
+// Low-latency buffers. Operations may be in flight in all but one, which is for those that are not.
+inline constexpr uint32_t kLowLatencyBuffers = 3;
+// In a ticket, instead of a buffer: the start has left all work to its done.
+inline constexpr uint32_t kDeferred = kLowLatencyBuffers;
+
 // The two halves of a low-latency operation follow it, so that one number leads to the others.
 enum class Op : int32_t {
   kPrepare = 1,
@@ -67,7 +72,7 @@ struct alignas(128) RankState {
   uint32_t barrier;       // arrivals at the grid barrier of the operation in flight
   uint32_t reported;      // the error record is taken
   uint32_t tasks[2];      // given out so far of each queue, in the operation in flight
-  LowLatencyUse buffers[2];
+  LowLatencyUse buffers[kLowLatencyBuffers];
   uint32_t last_buffer;  // that a low-latency operation took
 };
 
@@ -93,7 +98,7 @@ struct WorkspaceLayout {
   int32_t num_topk = 0;
   int32_t max_tokens_per_rank = 0;
   int64_t max_row_bytes = 0;
-  bool low_latency = false;  // whether there are the two low-latency buffers
+  bool low_latency = false;  // whether there are the low-latency buffers
 
   static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -140,7 +145,7 @@ struct WorkspaceLayout {
     return RoundUp(sizeof(LowLatencyControl)) + ready_bytes() + topk_bytes() + staging_bytes();
   }
   JAX_EP_HOST_DEVICE int64_t total_bytes() const {
-    return low_latency_offset(low_latency ? 2 : 0);
+    return low_latency_offset(low_latency ? kLowLatencyBuffers : 0);
   }
 
   static constexpr int32_t kMaxLeaves = 8;

@@ -28,6 +28,7 @@ dispatch_start_p = Primitive("jax_ep_dispatch_start")
 dispatch_done_p = Primitive("jax_ep_dispatch_done")
 combine_start_p = Primitive("jax_ep_combine_start")
 combine_done_p = Primitive("jax_ep_combine_done")
+_NO_TICKET = 0xFFFFFFFE  # no start returns it
 for _primitive in (dispatch_start_p, dispatch_done_p, combine_start_p, combine_done_p):
     _primitive.multiple_results = True
 
@@ -38,7 +39,7 @@ class DispatchPending:
     """A dispatch that has been started. A pytree, for one `dispatch_done`.
 
     Attributes:
-      ticket: uint32 [2], the buffer and the number of the operation that the start was.
+      ticket: uint32 [2], the buffer, and the number of the operation that the start was.
       operands: topk_idx, the leaves and, with has_weights, the weights.
       spec, treedef, has_weights, quantize: static.
     """
@@ -57,7 +58,7 @@ class CombinePending:
     """A combine that has been started. A pytree, for one `combine_done`.
 
     Attributes:
-      ticket: uint32 [2], the buffer and the number of the operation that the start was.
+      ticket: uint32 [2], the buffer, and the number of the operation that the start was.
       operands: the routing, the leaves and, with values "weights", the weights.
       spec, treedef, values: static.
     """
@@ -100,8 +101,7 @@ def dispatch_start(
       ValueError, TypeError: while tracing; an argument is wrong, or the group has no
         `low_latency`.
       NotImplementedError: while tracing; it is differentiated, or batched by vmap.
-      jax.errors.JaxRuntimeError: at run time, as from `prepare` and `dispatch`; with backend
-        "cuda" also where two operations are in flight already.
+      jax.errors.JaxRuntimeError: at run time, as from `prepare` and `dispatch`.
     """
     spec, topk_idx = check_routing(
         "dispatch_start",
@@ -224,8 +224,8 @@ def after(pending: DispatchPending | CombinePending, values: Any) -> Any:
         raise TypeError(
             f"pending must be of dispatch_start or combine_start, got {type(pending).__name__}"
         )
-    # Buffers are 0 and 1, so this is always true, which XLA cannot know.
-    started = pending.ticket[0] != 2
+    # Always true, which XLA cannot know.
+    started = pending.ticket[0] != _NO_TICKET
     return jax.tree.map(lambda x: jnp.where(started, x, jnp.zeros_like(x)), values)
 
 
@@ -294,7 +294,7 @@ def _register(primitive, op, composite, instead):
     def refuse_batch(*args, **params):
         del args, params
         raise NotImplementedError(
-            f"{name} is not for vmap, since no more than two operations can be in flight; use "
+            f"{name} is not for vmap, which would run all starts before all dones; use "
             f"{instead}"
         )
 
