@@ -37,7 +37,7 @@ def bench(*flags, tmp_path):
 
 
 def small_group(inputs, **options):
-    return run._make_group(inputs, {"gpu": "cuda"}.get(jax.default_backend(), "cpu"), **options)
+    return steps.make_group(inputs, {"gpu": "cuda"}.get(jax.default_backend(), "cpu"), **options)
 
 
 @pytest.fixture(params=settings.ROUTINGS)

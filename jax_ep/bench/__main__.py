@@ -15,12 +15,16 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jax_ep.bench.settings import PRESETS, ROUTINGS, Setting
+from jax_ep.bench.settings import LOW_LATENCY_TOKENS, PRESETS, ROUTINGS, Options, Setting
 
 _SETTING = flags.DEFINE_enum(
     "setting", None, list(PRESETS),
     "Sizes and routing, which the next flags change; deepseek on GPUs, else cpu.")
-_TOKENS = flags.DEFINE_integer("tokens", None, "Tokens per rank.", lower_bound=0)
+_MODE = flags.DEFINE_enum(
+    "mode", "ht", ["ht", "ll"],
+    "ht: every operation; ll: few tokens, on the low-latency path beside the ordinary one.")
+_TOKENS = flags.DEFINE_list(
+    "tokens", None, "Tokens per rank; with --mode=ll a list, 1,8,32,128,256,512 on GPUs, else 1,8.")
 _HIDDEN = flags.DEFINE_integer("hidden", None, "Elements of a token.", lower_bound=1)
 _EXPERTS = flags.DEFINE_integer("experts", None, "Experts, a multiple of the ranks.", lower_bound=1)
 _TOPK = flags.DEFINE_integer("topk", None, "Experts per token.", lower_bound=1)
@@ -32,7 +36,7 @@ _PROCESSES = flags.DEFINE_integer(
     "share GPUs (under CUDA's MPS).", lower_bound=1)
 _DTYPES = flags.DEFINE_list(
     "dtypes", None, "Dtypes of the tokens; fp8 is bfloat16 quantized on the way. bfloat16 on GPUs, "
-    "else float32,bfloat16.")
+    "else float32,bfloat16; bfloat16,fp8 with --mode=ll.")
 _LAYOUTS = flags.DEFINE_list("layouts", ["expert"], "Layouts of the rows: expert, rank, padded.")
 _SMS = flags.DEFINE_list("sms", None, "SMs of the CUDA kernels, a list; jax_ep's choice if empty.")
 _CAPACITY = flags.DEFINE_float(
@@ -66,28 +70,50 @@ def keep_freed_memory() -> bool:
 def _setting(on_gpus: bool) -> tuple[str, Setting]:
     """The preset with what the flags change of it, and its name."""
     name = _SETTING.value or ("deepseek" if on_gpus else "cpu")
-    changes = {"num_tokens": _TOKENS.value, "hidden": _HIDDEN.value, "num_experts": _EXPERTS.value,
+    tokens = _tokens(on_gpus)
+    changes = {"num_tokens": tokens and tokens[0], "hidden": _HIDDEN.value, "num_experts": _EXPERTS.value,
                "num_topk": _TOPK.value, "routing": _ROUTING.value}
     changes = {field: value for field, value in changes.items() if value is not None}
     return name + " changed" * bool(changes), dataclasses.replace(PRESETS[name], **changes)
 
 
-def _options(ranks: int, on_gpus: bool, shared: bool):
+def _tokens(on_gpus: bool) -> list[int] | None:
+    """Of the flag; None for those of the preset."""
+    if _TOKENS.value is None and _MODE.value == "ll":
+        return list(LOW_LATENCY_TOKENS) if on_gpus else [1, 8]
+    if _TOKENS.value is None:
+        return None
+    if _MODE.value == "ht" and len(_TOKENS.value) > 1:
+        raise app.UsageError("--tokens is one number, unless with --mode=ll")
+    return [int(tokens) for tokens in _TOKENS.value]
+
+
+def _dtypes(on_gpus: bool) -> list[str]:
+    if _DTYPES.value:
+        return _DTYPES.value
+    if _MODE.value == "ll":
+        return ["bfloat16", "fp8"]
+    return ["bfloat16"] if on_gpus else ["float32", "bfloat16"]
+
+
+def _options(ranks: int, on_gpus: bool, ranks_per_gpu: int = 1) -> Options:
     """The Options that the flags ask for.
 
     Args:
       ranks: how many there are.
       on_gpus: the devices' kind, which decides defaults.
-      shared: ranks share GPUs.
+      ranks_per_gpu: how many share one.
     """
-    from jax_ep.bench.run import Options
-
     name, setting = _setting(on_gpus)
+    shared = ranks_per_gpu > 1
     return Options(
+        mode=_MODE.value,
         ranks=ranks,
+        ranks_per_gpu=ranks_per_gpu,
         name=name,
         setting=setting,
-        dtypes=_DTYPES.value or (["bfloat16"] if on_gpus else ["float32", "bfloat16"]),
+        tokens=_tokens(on_gpus) or [setting.num_tokens],
+        dtypes=_dtypes(on_gpus),
         layouts=_LAYOUTS.value,
         sms=[int(sms) for sms in _SMS.value or []] or [None],
         backends=_BACKENDS.value,
@@ -118,7 +144,7 @@ def _launch() -> None:
         ranks = _RANKS.value or 8
         if ranks % _PROCESSES.value:
             raise app.UsageError(f"--processes must divide the {ranks} ranks")
-        options = _options(ranks, on_gpus=False, shared=False)
+        options = _options(ranks, on_gpus=False)
         multiprocess.launch(
             target, _PROCESSES.value, devices_per_process=ranks // _PROCESSES.value,
             env={run.OPTIONS_VARIABLE: options.to_json()}, **limits)
@@ -128,7 +154,7 @@ def _launch() -> None:
     if _RANKS.value not in (None, ranks):
         raise app.UsageError(f"{_PROCESSES.value} processes on {len(ids)} GPUs make {ranks} ranks; "
                              "choose GPUs with CUDA_VISIBLE_DEVICES")
-    options = _options(ranks, on_gpus=True, shared=arrangement.processes_per_gpu > 1)
+    options = _options(ranks, True, arrangement.processes_per_gpu)
     gpus.launch(target, arrangement, env={run.OPTIONS_VARIABLE: options.to_json()}, **limits)
 
 
@@ -148,7 +174,7 @@ def main(argv):
     ranks = _RANKS.value or len(jax.devices())
     if len(jax.devices()) < ranks:
         raise app.UsageError(f"--ranks={ranks}, and JAX has {len(jax.devices())} devices")
-    run.run(_options(ranks, on_gpus, shared=False))
+    run.run(_options(ranks, on_gpus))
 
 
 if __name__ == "__main__":

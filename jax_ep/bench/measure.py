@@ -37,14 +37,32 @@ def times(call: Callable[[], Any], repeats: int, *, kernel: str = "") -> Times:
     Args:
       call: runs the program and returns its results.
       repeats: timed calls of each way.
-      kernel: a part of the name of the kernels whose device time counts; "" counts all.
+      kernel: a pattern in the names of the kernels whose device time counts; "" counts all.
     """
-    on_gpus = jax.default_backend() == "gpu"
-    for _ in range(_WARM_UPS if on_gpus else 1):
-        jax.block_until_ready(call())
+    warm_up(call)
     single = single_call(call, repeats)
-    if not on_gpus:
+    if jax.default_backend() != "gpu":
         return Times(single)
+    mean, profile = calls_in_a_row(call, repeats)
+    return Times(single, mean, trace.device_microseconds(profile, repeats, kernel)
+                 if profile else {})
+
+
+def warm_up(call: Callable[[], Any]) -> None:
+    """Makes the calls whose time does not count."""
+    for _ in range(_WARM_UPS if jax.default_backend() == "gpu" else 1):
+        jax.block_until_ready(call())
+
+
+def calls_in_a_row(
+    call: Callable[[], Any], repeats: int
+) -> "tuple[float, jax.profiler.ProfileData | None]":
+    """Enqueues calls one behind the other, twice.
+
+    Returns:
+      Microseconds of a call, the mean, by the host's clock; and the profile of the second time,
+      which has `repeats` calls.
+    """
 
     def in_a_row() -> float:
         everyone(None)  # ranks that begin together do not wait for one another
@@ -57,10 +75,7 @@ def times(call: Callable[[], Any], repeats: int, *, kernel: str = "") -> Times:
         jax.block_until_ready(list(in_flight))
         return 1e6 * (time.perf_counter() - start) / repeats
 
-    mean = in_a_row()
-    profile = trace.record(in_a_row)
-    return Times(single, mean, trace.device_microseconds(profile, repeats, kernel)
-                 if profile else {})
+    return in_a_row(), trace.record(in_a_row)
 
 
 def single_call(call: Callable[[], Any], repeats: int) -> float:

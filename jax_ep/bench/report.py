@@ -53,6 +53,21 @@ class Report:
         Every process calls this, at the same point. Returns the result as the JSON file has it:
         "us" is the time that rates are taken over.
         """
+        result = labels | {"step": step.name} | self.collect(times)
+        us = result["us"]
+        result |= {
+            "row_bytes": step.row_bytes, "row_gb_per_s": step.row_bytes / us / 1e3,
+            "link_bytes": step.link_bytes, "link_gb_per_s": step.link_bytes / us / 1e3,
+            "temp_bytes": step.temp_bytes,
+        }
+        self.record(result)
+        self.say(_line(result))
+        if result["in_a_row_us"] is not None and result["device_us"] is None:
+            self.explain('rates are over "in a row"')
+        return result
+
+    def collect(self, times: Times) -> dict[str, Any]:
+        """The times of all processes, which all call this, as the JSON file has them."""
         mine = {"single": times.single, "in_a_row": times.in_a_row,
                 "device": [times.device.get(gpu) for gpu in self._gpus]}
         processes = everyone(mine)
@@ -61,23 +76,21 @@ class Report:
         single = max(process["single"] for process in processes)
         in_a_row = None if times.in_a_row is None else max(p["in_a_row"] for p in processes)
         us = max(device) if traced else in_a_row or single
-        result = labels | {
-            "step": step.name, "us": us, "device_us": device[0] if traced else None,
+        return {
+            "us": us, "device_us": device[0] if traced else None,
             "device_us_max": max(device) if traced else None, "in_a_row_us": in_a_row,
             "single_us": single,
-            "row_bytes": step.row_bytes, "row_gb_per_s": step.row_bytes / us / 1e3,
-            "link_bytes": step.link_bytes, "link_gb_per_s": step.link_bytes / us / 1e3,
-            "temp_bytes": step.temp_bytes,
         }
-        self._document["results"].append(result)
-        self._write()
-        self.say(_line(result))
-        if in_a_row is not None and not traced and not self._explained:
-            self._explained = True
-            self.say('  (a GPU has no such kernels in its profile: rates are over "in a row")')
-        return result
 
-    def _write(self) -> None:
+    def explain(self, consequence: str) -> None:
+        """Says once what follows from a GPU's lack of a profile."""
+        if not self._explained:
+            self._explained = True
+            self.say(f"  (a GPU has no such kernels in its profile: {consequence})")
+
+    def record(self, result: dict[str, Any]) -> None:
+        """Puts a result into the JSON file."""
+        self._document["results"].append(result)
         if self._file is None:
             return
         partial = f"{self._file}.partial"

@@ -2,52 +2,23 @@
 
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-import jax_ep
 from jax_ep import backends
-from jax_ep.bench import measure, overlap, peers, settings, steps
+from jax_ep.bench import low_latency, measure, overlap, peers, settings, steps
 from jax_ep.bench.measure import everyone
 from jax_ep.bench.report import Report
-from jax_ep.bench.settings import Setting
+from jax_ep.bench.settings import Options
 from jax_ep.bench.steps import Inputs, Layer
 
 # How the options reach the processes of `--processes`.
 OPTIONS_VARIABLE = "JAX_EP_BENCH_OPTIONS"
 
 _SLOW_REPEATS = 3  # of ragged_all_to_all, 90 ms a call on two H200s
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to time; JSON-serialisable."""
-
-    ranks: int
-    name: str  # of the setting
-    setting: Setting
-    dtypes: Sequence[str]
-    layouts: Sequence[str]
-    sms: Sequence[int | None]  # backend "cuda": of the kernels that move rows; None is the default
-    backends: Sequence[str] | None  # None: the native one, and on CPUs also "xla"
-    capacity_factor: float
-    repeats: int
-    peers: bool
-    overlap: bool  # backend "cuda": dispatch beside matrix products, once
-    json_file: str | None
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Options":
-        fields = json.loads(text)
-        return cls(**(fields | {"setting": Setting(**fields["setting"])}))
 
 
 def from_environment() -> None:
@@ -72,6 +43,9 @@ def run(options: Options) -> None:
                                                              "xla"]))
     fields = dataclasses.asdict(options)
     report = Report(devices, fields, _headline(options, devices), fields.pop("json_file"))
+    if options.mode == "ll":
+        low_latency.run(options, names[0], report)
+        return
     done = set()
     for dtype in options.dtypes:
         inputs = steps.make_inputs(options.setting, options.ranks, dtype)
@@ -87,27 +61,17 @@ def run(options: Options) -> None:
 
 def _headline(options: Options, devices: Sequence[jax.Device]) -> str:
     setting = options.setting
+    tokens = ", ".join(map(str, options.tokens))
     return (f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind} in "
             f"{jax.process_count()} processes, {os.cpu_count()} cores\n"
-            f"{options.name}: {options.ranks} ranks, {setting.num_tokens} tokens per rank, hidden "
+            f"{options.name}: {options.ranks} ranks, {tokens} tokens per rank, hidden "
             f"{setting.hidden}, top-{setting.num_topk} of {setting.num_experts} experts, routing "
             f"{setting.routing}; {options.repeats} timed calls")
 
 
-def _make_group(inputs: Inputs, backend: str, num_sms: int | None = None,
-                **options: Any) -> jax_ep.Group:
-    """A Group with room for exactly these inputs."""
-    setting = inputs.setting
-    return jax_ep.Group(
-        inputs.mesh, steps.AXIS, num_experts=setting.num_experts, num_topk=setting.num_topk,
-        max_tokens_per_rank=setting.num_tokens,
-        max_row_bytes=setting.hidden * inputs.x.dtype.itemsize, backend=backend, num_sms=num_sms,
-        **options)
-
-
 def _time_layer(options: Options, inputs: Inputs, layout: str, dtype: str, backend: str,
                 num_sms: int | None, report: Report) -> None:
-    with _make_group(inputs, backend, num_sms) as group:
+    with steps.make_group(inputs, backend, num_sms) as group:
         layer = Layer(group, inputs, layout, options.capacity_factor,
                       quantize="fp8" if dtype == "fp8" else None)
         dropped = sum(everyone(layer.num_dropped))
@@ -124,8 +88,8 @@ def _time_layer(options: Options, inputs: Inputs, layout: str, dtype: str, backe
 def _time_overlap(options: Options, report: Report) -> None:
     inputs = steps.make_inputs(options.setting, options.ranks, options.dtypes[0])
     layout, num_sms = options.layouts[0], options.sms[0]
-    with (_make_group(inputs, "cuda", num_sms) as plain,
-          _make_group(inputs, "cuda", num_sms, overlap=True) as overlapped):
+    with (steps.make_group(inputs, "cuda", num_sms) as plain,
+          steps.make_group(inputs, "cuda", num_sms, overlap=True) as overlapped):
         report.section(f"Overlap of dispatch, {plain.num_sms} SMs, with matrix products")
         labels = {"what": "overlap", "dtype": str(inputs.x.dtype), "layout": layout,
                   "num_sms": plain.num_sms}
@@ -158,7 +122,7 @@ def _time_peers(options: Options, inputs: Inputs, backend: str, report: Report) 
         add(step)
     capacity = settings.needed_capacity(inputs.routing, inputs.setting.num_experts, "expert")
     ragged = peers.RaggedAllToAll(inputs, capacity)
-    with _make_group(inputs, backend) as group:
+    with steps.make_group(inputs, backend) as group:
         _check_ragged(ragged, Layer(group, inputs, "expert", 0))
     for step in ragged.steps():
         add(step, min(options.repeats, _SLOW_REPEATS))

@@ -1,6 +1,8 @@
 """What is timed: sizes, routings, and the inputs that follow from them."""
 
 import dataclasses
+import json
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +32,38 @@ PRESETS = {
     "gpt-oss": Setting(4096, 2880, 32, 4),
     "16k": Setting(16384, 7168, 256, 8),
 }
+
+# What --mode=ll takes on GPUs.
+LOW_LATENCY_TOKENS = (1, 8, 32, 128, 256, 512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to time; JSON-serialisable."""
+
+    mode: str  # "ht", or "ll" for few tokens on the low-latency path
+    ranks: int
+    ranks_per_gpu: int
+    name: str  # of the setting
+    setting: Setting
+    tokens: Sequence[int]  # per rank; one after the other instead of the setting's in mode "ll"
+    dtypes: Sequence[str]
+    layouts: Sequence[str]
+    sms: Sequence[int | None]  # backend "cuda": of the kernels that move rows; None is the default
+    backends: Sequence[str] | None  # None: the native one, and on CPUs also "xla"
+    capacity_factor: float
+    repeats: int
+    peers: bool
+    overlap: bool  # backend "cuda": dispatch beside matrix products, once
+    json_file: str | None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Options":
+        fields = json.loads(text)
+        return cls(**(fields | {"setting": Setting(**fields["setting"])}))
 
 
 def tokens(setting: Setting, num_ranks: int, rank: int, dtype: str) -> np.ndarray:
@@ -93,9 +127,15 @@ def link_rows(topk_idx: np.ndarray, num_experts: int) -> int:
       topk_idx: int [R, T, K].
       num_experts: E, which the R ranks share in equal parts.
     """
-    pairs = _pairs(topk_idx, num_experts)
-    np.fill_diagonal(pairs, 0)
-    return int(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max()))
+    rows = crossing_rows(topk_idx, num_experts)
+    return int(max(rows.sum(axis=0).max(), rows.sum(axis=1).max()))
+
+
+def crossing_rows(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
+    """[R, R]: rows that cross from a rank (the row) to another (the column)."""
+    rows = _pairs(topk_idx, num_experts)
+    np.fill_diagonal(rows, 0)
+    return rows
 
 
 def _pairs(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:

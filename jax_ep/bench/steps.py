@@ -22,7 +22,7 @@ class Step:
 
     name: str
     call: Callable[[], Any]
-    kernel: str = ""  # part of the name of the kernels that are this step; "" for all kernels
+    kernel: str = ""  # a pattern in the names of the kernels that are this step; "" for all
     row_bytes: int = 0  # of a rank, the mean: from tokens to rows or back
     link_bytes: int = 0  # that the busiest rank sends to others, or gets from them
     temp_bytes: int | None = None  # XLA's own scratch, per device
@@ -75,9 +75,21 @@ def drop_axis(tree: Any) -> Any:
     return jax.tree.map(lambda a: a[0], tree)
 
 
-def compile_step(name: str, f: Callable, inputs: Inputs, *operands: Any, **fields: Any) -> Step:
+def make_group(inputs: Inputs, backend: str, num_sms: int | None = None,
+               **options: Any) -> jax_ep.Group:
+    """A Group with room for exactly these inputs."""
+    setting = inputs.setting
+    return jax_ep.Group(
+        inputs.mesh, AXIS, num_experts=setting.num_experts, num_topk=setting.num_topk,
+        max_tokens_per_rank=setting.num_tokens,
+        max_row_bytes=setting.hidden * inputs.x.dtype.itemsize, backend=backend, num_sms=num_sms,
+        **options)
+
+
+def compile_step(name: str, f: Callable, inputs: Inputs, *operands: Any,
+                 compiler_options: dict[str, Any] | None = None, **fields: Any) -> Step:
     """The step that runs `f`, per device, on `operands`."""
-    program = per_device(f, inputs.mesh).lower(*operands).compile()
+    program = per_device(f, inputs.mesh).lower(*operands).compile(compiler_options)
     memory = program.memory_analysis()
     return Step(name, functools.partial(program, *operands), **fields,
                 temp_bytes=memory.temp_size_in_bytes if memory is not None else None)
@@ -101,8 +113,7 @@ class Layer:
         num_experts = inputs.setting.num_experts
         self.capacity = max(group.capacity(capacity_factor, layout=layout),
                             settings.needed_capacity(inputs.routing, num_experts, layout))
-        # Without quantize, dispatch is called as it always could be.
-        self._options = {} if quantize is None else {"quantize": quantize}
+        self.quantize = quantize
         self.handle = per_device(lambda i: add_axis(self.prepare(i)), inputs.mesh)(inputs.topk_idx)
         # What combine is timed on: rows as experts give them back.
         self.rows, self.row_weights = per_device(self._dispatch_to_experts, inputs.mesh)(
@@ -112,7 +123,7 @@ class Layer:
         return jax_ep.prepare(self.group, topk_idx, layout=self.layout, capacity=self.capacity)
 
     def dispatch(self, x, handle, topk_weights):
-        return jax_ep.dispatch(x, handle, topk_weights, **self._options)
+        return jax_ep.dispatch(x, handle, topk_weights, quantize=self.quantize)
 
     def combine(self, rows, handle, row_weights):
         # A row of layout "rank" serves several experts: the weights cannot ride on combine.
@@ -133,13 +144,21 @@ class Layer:
         return sum(int(np.asarray(shard.data).sum())
                    for shard in self.handle.num_dropped.addressable_shards)
 
+    @functools.cached_property
+    def bytes_per_row(self) -> tuple[int, int]:
+        """Of a row as dispatch sends it, and of one that comes back; all leaves together."""
+        on_the_wire, _ = jax.eval_shape(
+            per_device(self._dispatch, self.inputs.mesh), self.inputs.x, self.handle,
+            self.inputs.topk_weights)
+        leading = self.handle.row_source.ndim  # axes that count ranks and rows
+        return tuple(sum(int(np.prod(leaf.shape[leading:], dtype=int)) * leaf.dtype.itemsize
+                         for leaf in jax.tree.leaves(rows)) for rows in (on_the_wire, self.rows))
+
     def steps(self) -> Iterator[Step]:
         """prepare, dispatch, combine, forward, forward+backward."""
         inputs = self.inputs
         to_dispatch = (inputs.x, self.handle, inputs.topk_weights)
-        on_the_wire, _ = jax.eval_shape(per_device(self._dispatch, inputs.mesh), *to_dispatch)
-        sent = self._bytes_per_row(on_the_wire)
-        returned = self._bytes_per_row(self.rows)
+        sent, returned = self.bytes_per_row
         num_experts = inputs.setting.num_experts
         num_rows = settings.kept_rows(inputs.routing, num_experts, self.layout)
         link = settings.link_rows(inputs.routing, num_experts)
@@ -162,7 +181,7 @@ class Layer:
 
     def _dispatch(self, x, handle, topk_weights):
         rows, row_weights = self.dispatch(x, drop_axis(handle), topk_weights)
-        if self._options:
+        if self.quantize:
             rows = rows.values, rows.scales
         return add_axis((rows, row_weights))
 
@@ -175,10 +194,4 @@ class Layer:
 
     def _experts(self, rows):
         """What stands for the experts: nothing, or back to the tokens' dtype."""
-        return rows.dequantize() if self._options else rows
-
-    def _bytes_per_row(self, rows: Any) -> int:
-        """Bytes of a row, all leaves together."""
-        leading = self.handle.row_source.ndim  # axes that count ranks and rows
-        return sum(int(np.prod(leaf.shape[leading:], dtype=int)) * leaf.dtype.itemsize
-                   for leaf in jax.tree.leaves(rows))
+        return rows.dequantize() if self.quantize else rows

@@ -35,7 +35,8 @@ def record(calls: Callable[[], Any]) -> "jax.profiler.ProfileData | None":
 
 
 def device_microseconds(
-    profile: "jax.profiler.ProfileData", num_calls: int, kernel: str = ""
+    profile: "jax.profiler.ProfileData", num_calls: int, kernel: str = "",
+    part: slice = slice(None),
 ) -> dict[int, float]:
     """By GPU of this process, how long one call had kernels running: the median over the calls.
 
@@ -46,7 +47,9 @@ def device_microseconds(
     Args:
       profile: of `num_calls` calls of one program, one after the other.
       num_calls: how many there were.
-      kernel: a part of the names of those kernels that count; "" counts all, and copies.
+      kernel: a pattern that is found in the names of those kernels that count; "" counts all, and
+        copies.
+      part: which of them count, in the order in which they began on a GPU.
     """
     result = {}
     for plane in profile.planes:
@@ -58,8 +61,8 @@ def device_microseconds(
             for line in plane.lines
             if line.name.startswith(_STREAM_LINE)
             for event in line.events
-            if kernel in event.name
-        )
+            if re.search(kernel, event.name)
+        )[part]
         if spans:
             result[int(found[1])] = _per_call(spans, num_calls) / 1e3
     return result
