@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import jax_ep
 import numpy as np
 import pytest
 from jax_ep.bench import __main__ as command
-from jax_ep.bench import overlap, peers, run, settings, steps, trace
+from jax_ep.bench import low_latency, overlap, peers, run, settings, steps, trace
 from jax_ep.bench.settings import Setting
 
 from jax_ep.testing import oracle
@@ -207,6 +208,31 @@ def test_trace_of_this_machine_is_read():
         assert trace.device_microseconds(recorded, 1) == {}
 
 
+def test_trace_tells_a_start_from_its_done():
+    """Both are the same kernel, and take turns."""
+    kernel = "void jax_ep::cuda::(anonymous namespace)::LowLatencyDispatchKernel(Args)"
+    lines = {"Stream #7(Kernel)": [(kernel, 0, 1000), (kernel, 2000, 5000), ("fusion", 8000, 1),
+                                   (kernel, 10000, 2000), (kernel, 13000, 6000),
+                                   (kernel, 20000, 3000), (kernel, 24000, 7000)]}
+
+    def microseconds(op):
+        name, part = low_latency._KERNELS["split"][op]
+        return trace.device_microseconds(profile(lines), 3, name, part)
+
+    assert microseconds("dispatch_start") == {0: 2.0}
+    assert microseconds("dispatch_done") == {0: 6.0}
+    assert microseconds("combine_start") == {}
+
+
+def test_trace_of_prepare_and_dispatch_is_their_sum():
+    lines = {"Stream #7(Kernel)": [("PrepareKernel", 0, 4000), ("DispatchKernel<A>", 5000, 2000),
+                                   ("CombineKernel", 8000, 9000),
+                                   ("PrepareKernel", 20000, 6000), ("DispatchKernel<A>", 27000, 2000),
+                                   ("CombineKernel", 30000, 9000)]}
+    name, part = low_latency._KERNELS["ht"]["dispatch"]
+    assert trace.device_microseconds(profile(lines), 2, name, part) == {0: 7.0}
+
+
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *,
                       axis_name):
     """What the documentation of jax.lax.ragged_all_to_all says, which XLA:CPU does not have."""
@@ -280,6 +306,96 @@ def test_overlap_steps():
             product, rows = step.call()
             assert_same_bits(rows, expected[0])
             assert_same_bits(product, expected[1])
+
+
+@pytest.fixture(scope="module")
+def low_latency_run(tmp_path_factory):
+    """Output and JSON of one run of the command with --mode=ll."""
+    return bench("--mode=ll", "--ranks=2", "--tokens=1,3", tmp_path=tmp_path_factory.mktemp("ll"))
+
+
+def test_low_latency_command(low_latency_run):
+    output, document = low_latency_run
+    assert document["mode"] == "ll" and document["tokens"] == [1, 3]
+    found = {(r["dtype"], r["tokens"], r["mode"], r["step"]) for r in document["results"]}
+    assert found == set(itertools.product(
+        ["bfloat16", "fp8"], [1, 3], ["ll", "ht"], ["step", "layer"]))
+    assert all((r["what"], r["dropped"]) == ("cpu", 0) for r in document["results"])
+    assert all(r["us"] > 0 for r in document["results"] if r["step"] == "step")
+    assert output.count("faster, layer: 1 ") == 2  # a table for each dtype
+
+
+def test_tokens_are_one_number_without_low_latency(tmp_path):
+    with pytest.raises(AssertionError, match="--tokens is one number"):
+        bench("--tokens=1,3", tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("layout", ["expert", "padded"])
+def test_layers_are_the_same_in_all_ways(layout, quantize):
+    """And the last one's sums are those of combine alone."""
+    inputs = steps.make_inputs(Setting(37, 256, 16, 3), 2, "bfloat16")
+    operands = inputs.x, inputs.topk_idx, inputs.topk_weights
+    with small_group(inputs, low_latency=True) as group:
+        layer = steps.Layer(group, inputs, layout, 1.25, quantize)
+        expected = {step.name: step for step in layer.steps()}["combine"].call()
+        ways = low_latency.ways(layer)
+        assert list(ways) == ["ll", "ht", "split"]
+        for way in ways.values():
+            program = steps.per_device(low_latency.layers(way, 3), inputs.mesh)
+            assert_same_bits(program(*operands, layer.rows), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_bytes_of_low_latency(dtype):
+    """Tokens and rows once in memory, what crosses also into a buffer and out of it."""
+    inputs = steps.make_inputs(Setting(37, 256, 16, 3), 2, dtype)
+    with small_group(inputs, low_latency=True) as group:
+        layer = steps.Layer(group, inputs, "padded", 1.25, None if dtype == "bfloat16" else dtype)
+        moved = low_latency.bytes_moved(layer)
+    sent, returned = {"bfloat16": 256 * 2, "fp8": 256 + 256 // 128 * 4}[dtype], 256 * 2
+    crossing = sum(bool(set(token // 8) - {rank}) for rank, tokens in enumerate(inputs.routing)
+                   for token in tokens) / 2
+    assert moved["dispatch"]["memory_bytes"] == (
+        37 * 256 * 2 + (2 * crossing + 8 * layer.capacity) * sent)
+    assert moved["combine"]["memory_bytes"] == (37 * 3 + 2 * crossing + 37) * returned
+    link = settings.link_rows(inputs.routing, 16)
+    assert [moved[op]["link_bytes"] for op in moved] == [link * sent, link * returned]
+
+
+def test_low_latency_on_gpus(monkeypatch, tmp_path, capsys):
+    """What is timed there, and the tables of it; a trace stands for the GPUs."""
+    us = {"LowLatencyDispatchKernel": 7.5, "PrepareKernel|DispatchKernel": 30.5,
+          "LowLatencyCombineKernel": 40.5, "CombineKernel": 20.5}
+
+    def device_microseconds(profile, num_calls, kernel="", part=slice(None)):
+        assert num_calls in (1, low_latency._LAYERS)
+        return dict.fromkeys((d.local_hardware_id for d in jax.devices()),
+                             us.get(kernel, 1.0) + (part.start or 0))
+
+    monkeypatch.setattr(trace, "device_microseconds", device_microseconds)
+    monkeypatch.setattr(low_latency.peers, "memory_copy", functools.partial(
+        peers.memory_copy, num_bytes=64))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    file = tmp_path / "ll.json"
+    run.run(settings.Options(
+        mode="ll", ranks=2, ranks_per_gpu=1, name="small", setting=SMALL, tokens=[1, 37],
+        dtypes=["bfloat16"], layouts=["expert"], sms=[None], backends=["cpu"], capacity_factor=1.25,
+        repeats=1, peers=False, overlap=False, json_file=str(file)))
+    results = json.loads(file.read_text())["results"][1:]
+    host = [(mode, step, buffers) for mode in ("ll", "ht") for step in ("step", "layer")
+            for buffers in (False, True)]
+    device = [*itertools.product(("ll", "ht"), ("dispatch", "combine"), [None]),
+              *(("split", f"{op}_{phase}", None) for op in ("dispatch", "combine")
+                for phase in ("start", "done"))]
+    for tokens in (1, 37):
+        found = [(r["mode"], r["step"], r.get("command_buffers"))
+                 for r in results if r["tokens"] == tokens]
+        assert len(found) == len(set(found)) and set(found) == {*host, *device}
+    output = capsys.readouterr().out
+    assert "     7.5    30.5     7.5     8.5" in output  # dispatch: ll, ht, start, done
+    assert "    40.5    20.5    40.5    41.5" in output
+    assert "faster, dispatch: 1 ll, 37 ll\nfaster, combine: 1 ht, 37 ht" in output
 
 
 @pytest.mark.parametrize("gpus, processes, expected", [

@@ -5,6 +5,7 @@ kernels are timed in a profiler trace, and everywhere a layer, and a program of 
 host's clock: on GPUs without and with XLA's command buffers.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -20,7 +21,7 @@ from jax_ep.bench import measure, peers, settings, steps, trace
 from jax_ep.bench.measure import Times
 from jax_ep.bench.report import Report
 from jax_ep.bench.settings import Options
-from jax_ep.bench.steps import Inputs, Layer, compile_step
+from jax_ep.bench.steps import Layer, compile_step
 
 # Of a program. In the first ones ranks still wait for one another, which no median should see.
 _LAYERS = 16
@@ -43,15 +44,14 @@ _COMMAND_BUFFERS = {
     True: {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
            "xla_gpu_graph_min_graph_size": 1},
 }
-_MEMORY_BYTES = 1 << 30  # what is copied, and read for a head start: 0.25 ms on an H200
 
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """Of a GPU."""
+    """Of GPUs."""
 
-    words: jax.Array
-    bytes_per_us: float  # read and written, by each of the ranks on the GPU at the same time
+    copy: Callable[[], jax.Array]  # keeps them busy for half a millisecond
+    bytes_per_us: float  # read and written, by each of the ranks of a GPU at the same time
 
 
 def run(options: Options, backend: str, report: Report) -> None:
@@ -74,29 +74,28 @@ def run(options: Options, backend: str, report: Report) -> None:
                           "num_sms": group.num_sms, "tokens": num_tokens,
                           "capacity": layer.capacity,
                           "dropped": sum(measure.everyone(layer.num_dropped))}
+                programs = compile_layers(layer)
+                times = [_host_times(programs, options.repeats, report)]
                 if memory is not None:
-                    for result in _device_times(layer, memory, options.repeats, report):
-                        results.append(labels | result)
-                        report.record(results[-1])
-                for result in _host_times(layer, options.repeats, report):
+                    times.append(_device_times(layer, programs, memory, options.repeats, report))
+                for result in itertools.chain(*times):
                     results.append(labels | result)
                     report.record(results[-1])
         on_sms = f", {num_sms or 'all'} SMs (ht: {group.num_sms})" if backend == "cuda" else ""
-        report.say(f"\n{backend}{on_sms}, {dtype}, layout {layout}, "
-                   f"{sum(result['dropped'] for result in results)} pairs dropped; microseconds")
+        report.say(f"\n{backend}{on_sms}, {dtype}, layout {layout}, microseconds")
         report.say(table(results))
 
 
 def _memory(options: Options, report: Report) -> _Memory:
     inputs = steps.make_inputs(options.setting, options.ranks, "bfloat16")
-    copy = peers.memory_copy(inputs, _MEMORY_BYTES)
+    copy = peers.memory_copy(inputs)
     # By the host's clock: kernels of ranks that share a GPU may run one after the other.
     us = report.collect(measure.times(copy.call, options.repeats))["in_a_row_us"]
     rate = copy.row_bytes / us
     report.record({"what": "peer", "step": copy.name, "us": us, "row_bytes": copy.row_bytes,
                    "gb_per_s_of_a_gpu": options.ranks_per_gpu * rate / 1e3})
     report.say(f"copy of memory: {options.ranks_per_gpu * rate / 1e3:.0f} GB/s, read and written")
-    return _Memory(peers.memory(inputs, _MEMORY_BYTES), rate)
+    return _Memory(copy.call, rate)
 
 
 def ways(layer: Layer) -> dict[str, tuple[Callable, Callable]]:
@@ -134,39 +133,46 @@ def layers(way: tuple[Callable, Callable], count: int) -> Callable:
     return f
 
 
-def with_head_start(f: Callable) -> Callable:
-    """f(words, x, ...): f(x, ...) on devices that read all of `words` before.
+def compile_layers(layer: Layer) -> dict[tuple[str, int, bool], Callable[[], jax.Array]]:
+    """Programs by way, number of layers, and whether they run in command buffers.
 
-    Meanwhile the host enqueues the rest. Otherwise kernels of a few microseconds would wait for the
-    host, and for the ranks that it serves later.
+    On CPUs there are neither command buffers nor kernels to time, and no "split".
     """
-    def g(words, x, *operands):
-        return f(jnp.where(words.max() > 1 << 30, 0, x), *operands)  # no word is
-
-    return g
-
-
-def _operands(layer: Layer) -> tuple[jax.Array, ...]:
+    on_gpus = jax.default_backend() == "gpu"
     inputs = layer.inputs
-    return inputs.x, inputs.topk_idx, inputs.topk_weights, layer.rows
+    operands = inputs.x, inputs.topk_idx, inputs.topk_weights, layer.rows
+    functions = ways(layer)
+
+    def compiled(key):
+        way, count, command_buffers = key
+        return compile_step(way, layers(functions[way], count), inputs, *operands,
+                            compiler_options=_COMMAND_BUFFERS[command_buffers] if on_gpus else None)
+
+    keys = list(itertools.product(_MODES, (1, _LAYERS), (False, True)[: 1 + on_gpus]))
+    keys += [("split", _LAYERS, False)] * on_gpus
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return {key: step.call for key, step in zip(keys, pool.map(compiled, keys))}
 
 
-def _device_times(layer: Layer, memory: _Memory, repeats: int,
+def _device_times(layer: Layer, programs: dict, memory: _Memory, repeats: int,
                   report: Report) -> Iterator[dict[str, Any]]:
     """The kernels of every operation: the median over layers and calls, on the slowest rank."""
     moved = bytes_moved(layer)
-    for way, functions in ways(layer).items():
-        step = compile_step(way, with_head_start(layers(functions, _LAYERS)), layer.inputs,
-                            memory.words, *_operands(layer),
-                            compiler_options=_COMMAND_BUFFERS[False])
-        measure.warm_up(step.call)
-        mean, profile = measure.calls_in_a_row(step.call, repeats)
-        for name, (kernel, part) in _KERNELS[way].items():
+    for way, kernels in _KERNELS.items():
+        def call():
+            # Keeps the devices busy until the host has enqueued the layers. Otherwise kernels of a
+            # few microseconds would wait for the host, and for the ranks that it serves later.
+            memory.copy()
+            return programs[way, _LAYERS, False]()
+
+        measure.warm_up(call)
+        mean, profile = measure.calls_in_a_row(call, repeats)
+        for name, (kernel, part) in kernels.items():
             device = trace.device_microseconds(profile, repeats * _LAYERS, kernel,
                                                part) if profile else {}
             times = report.collect(Times(mean, device=device))
             if times["device_us"] is None:
-                report.explain("of operations there are no times, only of layers")
+                report.explain("operations have no times, only layers do")
                 continue
             result = {"mode": way, "step": name, "us": times["device_us_max"],
                       "device_us": times["device_us"], "device_us_max": times["device_us_max"]}
@@ -176,22 +182,18 @@ def _device_times(layer: Layer, memory: _Memory, repeats: int,
             yield result
 
 
-def _host_times(layer: Layer, repeats: int, report: Report) -> Iterator[dict[str, Any]]:
+def _host_times(programs: dict, repeats: int, report: Report) -> Iterator[dict[str, Any]]:
     """A program of one layer ("step"), and what each further layer adds to it ("layer")."""
-    on_gpus = jax.default_backend() == "gpu"
-    for mode, command_buffers in itertools.product(_MODES, (False, True)[: 1 + on_gpus]):
-        def time(count: int) -> float:
-            step = compile_step(mode, layers(ways(layer)[mode], count), layer.inputs,
-                                *_operands(layer), compiler_options=
-                                _COMMAND_BUFFERS[command_buffers] if on_gpus else None)
-            measure.warm_up(step.call)
-            single = measure.single_call(step.call, repeats)
-            return report.collect(Times(single))["single_us"]
-
-        one, many = time(1), time(_LAYERS)
-        labels = {"mode": mode, "command_buffers": command_buffers}
-        yield labels | {"step": "step", "us": one}
-        yield labels | {"step": "layer", "us": (many - one) / (_LAYERS - 1)}
+    singles = {}
+    for key, call in programs.items():
+        measure.warm_up(call)
+        singles[key] = report.collect(Times(measure.single_call(call, repeats)))["single_us"]
+    for (mode, count, command_buffers), one in singles.items():
+        if count == 1:
+            many = singles[mode, _LAYERS, command_buffers]
+            labels = {"mode": mode, "command_buffers": command_buffers}
+            yield labels | {"step": "step", "us": one}
+            yield labels | {"step": "layer", "us": (many - one) / (_LAYERS - 1)}
 
 
 def bytes_moved(layer: Layer) -> dict[str, dict[str, int]]:

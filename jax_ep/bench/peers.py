@@ -124,14 +124,10 @@ def link_copies(inputs: Inputs) -> Iterator[Step]:
 
 def memory_copy(inputs: Inputs, num_bytes: int = 1 << 30) -> Step:
     """Reads `num_bytes` of every device's memory and writes as many."""
-    return compile_step("memory copy", jnp.bitwise_not, inputs, memory(inputs, num_bytes),
-                        row_bytes=2 * num_bytes)
-
-
-def memory(inputs: Inputs, num_bytes: int) -> jax.Array:
-    """uint32 [R, num_bytes / 4], a row on every device, that hold the number of the rank."""
-    return per_device(lambda i: jnp.zeros((1, num_bytes // 4), jnp.uint32) + i[:, None],
-                      inputs.mesh)(np.arange(inputs.mesh.size, dtype=np.uint32))
+    num_ranks = inputs.mesh.size
+    words = per_device(lambda i: jnp.zeros((1, num_bytes // 4), jnp.uint32) + i[:, None],
+                       inputs.mesh)(np.arange(num_ranks, dtype=np.uint32))
+    return compile_step("memory copy", jnp.bitwise_not, inputs, words, row_bytes=2 * num_bytes)
 
 
 def host_copy(inputs: Inputs) -> Step:
