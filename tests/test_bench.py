@@ -421,3 +421,15 @@ def test_plot(command_run, tmp_path):
     file.write_text(json.dumps(document))
     plot.main([str(file), str(file), "--out", str(figure)])
     assert figure.read_text().count("dispatch: microseconds by SMs") == 2
+
+
+def test_plot_of_low_latency(low_latency_run, tmp_path):
+    pytest.importorskip("matplotlib")
+    from jax_ep.bench import plot
+
+    _, document = low_latency_run
+    file, figure = tmp_path / "ll.json", tmp_path / "figure.svg"
+    file.write_text(json.dumps(document))
+    plot.main([str(file), "--out", str(figure)])
+    assert "layer: microseconds by tokens per rank" in figure.read_text()
+    assert "fp8, ll" in figure.read_text()

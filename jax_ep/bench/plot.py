@@ -1,7 +1,7 @@
 """Draws results of the benchmark: `python -m jax_ep.bench.plot FILE... --out docs/performance.svg`.
 
 One row per file of `python -m jax_ep.bench --json=FILE`: dispatch and combine by number of SMs, and
-beside the peers. Needs matplotlib.
+beside the peers; with --mode=ll dispatch, combine and a layer by number of tokens. Needs matplotlib.
 """
 
 import argparse
@@ -40,6 +40,10 @@ def save(path: str, runs: Sequence[dict[str, Any]]) -> None:
     rows = figure.subfigures(len(runs), squeeze=False)[:, 0]
     for row, run in zip(rows, runs):
         row.suptitle(_title(run), x=0.01, ha="left", fontsize=10, weight="bold")
+        if run["mode"] == "ll":
+            for axis, step in zip(row.subplots(1, 3), ("dispatch", "combine", "layer")):
+                _draw_by_tokens(axis, run["results"], step)
+            continue
         left, middle, right = row.subplots(1, 3, width_ratios=(1, 1, 1.1))
         for axis, step in ((left, "dispatch"), (middle, "combine")):
             _draw_by_sms(axis, run["results"], step)
@@ -50,8 +54,9 @@ def save(path: str, runs: Sequence[dict[str, Any]]) -> None:
 
 def _title(run: dict[str, Any]) -> str:
     setting = run["setting"]
+    tokens = "" if run["mode"] == "ll" else f"{setting['num_tokens']} x "
     return (f"{run['name']}: {run['ranks']} ranks as {run['processes']} processes on "
-            f"{run['devices'][0]}, {setting['num_tokens']} x {setting['hidden']}, top-"
+            f"{run['devices'][0]}, {tokens}{setting['hidden']}, top-"
             f"{setting['num_topk']} of {setting['num_experts']} ({run['date'][:10]}, "
             f"jax {run['jax']}{', ' + run['commit'] if run['commit'] else ''})")
 
@@ -86,6 +91,25 @@ def _draw_by_sms(axis, results, step):
                       textcoords="offset points", ha="right", color=_MUTED, fontsize=7.5)
     axis.set(title=f"{step}: microseconds by SMs", xlabel="SMs", ylim=(0, None))
     axis.legend(frameon=False, fontsize=7.5)
+
+
+def _draw_by_tokens(axis, results, step):
+    """Modes and dtypes, on logarithmic axes; a dashed line is in command buffers."""
+    series = {}
+    for result in results:
+        if result["step"] == step and result.get("mode"):
+            key = result["dtype"], result["mode"], bool(result.get("command_buffers"))
+            series.setdefault(key, []).append((result["tokens"], result["us"]))
+    variants = list(dict.fromkeys(key[:2] for key in series))
+    for (dtype, mode, command_buffers), points in series.items():
+        axis.plot(*zip(*points), color=_COLORS[variants.index((dtype, mode))], marker="o",
+                  markersize=3.5, linewidth=1.6, linestyle="--" if command_buffers else "-",
+                  label=f"{dtype}, {mode}{', command buffers' * command_buffers}")
+    axis.set(title=f"{step}: microseconds by tokens per rank", xlabel="tokens")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    if series:
+        axis.legend(frameon=False, fontsize=7.5)
 
 
 def _draw_bars(axis, results):
