@@ -225,10 +225,10 @@ def test_trace_tells_a_start_from_its_done():
 
 
 def test_trace_of_prepare_and_dispatch_is_their_sum():
-    lines = {"Stream #7(Kernel)": [("PrepareKernel", 0, 4000), ("DispatchKernel<A>", 5000, 2000),
-                                   ("CombineKernel", 8000, 9000),
-                                   ("PrepareKernel", 20000, 6000), ("DispatchKernel<A>", 27000, 2000),
-                                   ("CombineKernel", 30000, 9000)]}
+    kernels = "PrepareKernel", "DispatchKernel<A>", "CombineKernel"
+    lines = {"Stream #7(Kernel)": [
+        *zip(kernels, (0, 5000, 8000), (4000, 2000, 9000)),
+        *zip(kernels, (20000, 27000, 30000), (6000, 2000, 9000))]}
     name, part = low_latency._KERNELS["ht"]["dispatch"]
     assert trace.device_microseconds(profile(lines), 2, name, part) == {0: 7.0}
 

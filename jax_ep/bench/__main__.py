@@ -5,7 +5,7 @@ has for the same job and the rates that the hardware allows, on the same inputs.
 how long the operation's kernels ran on the first rank, "max" on the slowest one, and "in a row" the
 time of a call among many by the host's clock; elsewhere only "single" calls are timed. "link" are
 the bytes that the busiest rank sends to others or gets from them, without its own tokens; "rows"
-all rows of a rank. docs/performance.md has results and what limits them.
+all rows of a rank. With --mode=ll it times few tokens, as in decoding, on both paths. docs/performance.md has results and what limits them.
 """
 
 import ctypes
@@ -71,8 +71,8 @@ def _setting(on_gpus: bool) -> tuple[str, Setting]:
     """The preset with what the flags change of it, and its name."""
     name = _SETTING.value or ("deepseek" if on_gpus else "cpu")
     tokens = _tokens(on_gpus)
-    changes = {"num_tokens": tokens and tokens[0], "hidden": _HIDDEN.value, "num_experts": _EXPERTS.value,
-               "num_topk": _TOPK.value, "routing": _ROUTING.value}
+    changes = {"num_tokens": tokens and tokens[0], "hidden": _HIDDEN.value,
+               "num_experts": _EXPERTS.value, "num_topk": _TOPK.value, "routing": _ROUTING.value}
     changes = {field: value for field, value in changes.items() if value is not None}
     return name + " changed" * bool(changes), dataclasses.replace(PRESETS[name], **changes)
 

@@ -1,7 +1,8 @@
 """Draws results of the benchmark: `python -m jax_ep.bench.plot FILE... --out docs/performance.svg`.
 
 One row per file of `python -m jax_ep.bench --json=FILE`: dispatch and combine by number of SMs, and
-beside the peers; with --mode=ll dispatch, combine and a layer by number of tokens. Needs matplotlib.
+beside the peers; with --mode=ll dispatch, combine and a layer by number of tokens. Needs
+matplotlib.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def save(path: str, runs: Sequence[dict[str, Any]]) -> None:
     rows = figure.subfigures(len(runs), squeeze=False)[:, 0]
     for row, run in zip(rows, runs):
         row.suptitle(_title(run), x=0.01, ha="left", fontsize=10, weight="bold")
-        if run["mode"] == "ll":
+        if _is_low_latency(run):
             for axis, step in zip(row.subplots(1, 3), ("dispatch", "combine", "layer")):
                 _draw_by_tokens(axis, run["results"], step)
             continue
@@ -52,9 +53,13 @@ def save(path: str, runs: Sequence[dict[str, Any]]) -> None:
     plt.close(figure)
 
 
+def _is_low_latency(run: dict[str, Any]) -> bool:
+    return run.get("mode") == "ll"  # files of before there were modes have none
+
+
 def _title(run: dict[str, Any]) -> str:
     setting = run["setting"]
-    tokens = "" if run["mode"] == "ll" else f"{setting['num_tokens']} x "
+    tokens = "" if _is_low_latency(run) else f"{setting['num_tokens']} x "
     return (f"{run['name']}: {run['ranks']} ranks as {run['processes']} processes on "
             f"{run['devices'][0]}, {tokens}{setting['hidden']}, top-"
             f"{setting['num_topk']} of {setting['num_experts']} ({run['date'][:10]}, "
