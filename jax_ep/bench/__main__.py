@@ -5,7 +5,8 @@ has for the same job and the rates that the hardware allows, on the same inputs.
 how long the operation's kernels ran on the first rank, "max" on the slowest one, and "in a row" the
 time of a call among many by the host's clock; elsewhere only "single" calls are timed. "link" are
 the bytes that the busiest rank sends to others or gets from them, without its own tokens; "rows"
-all rows of a rank. With --mode=ll it times few tokens, as in decoding, on both paths. docs/performance.md has results and what limits them.
+all rows of a rank. With --mode=ll it times few tokens, as in decoding, on the low-latency path and
+on the ordinary one. docs/performance.md has results and what limits them.
 """
 
 import ctypes
