@@ -28,7 +28,7 @@ dispatch_start_p = Primitive("jax_ep_dispatch_start")
 dispatch_done_p = Primitive("jax_ep_dispatch_done")
 combine_start_p = Primitive("jax_ep_combine_start")
 combine_done_p = Primitive("jax_ep_combine_done")
-_NO_TICKET = 0xFFFFFFFE  # no start returns it
+_NO_TICKET = np.uint32(0xFFFFFFFE)  # no start returns it
 for _primitive in (dispatch_start_p, dispatch_done_p, combine_start_p, combine_done_p):
     _primitive.multiple_results = True
 
@@ -84,9 +84,10 @@ def dispatch_start(
     """Sends the tokens; `dispatch_done` receives them.
 
     Together they are `prepare_and_dispatch(..., mode="ll")`, with the same bits, and without its
-    derivatives. Two operations of a group may be in flight at once, dispatches and combines
-    together; every start needs its done. Use `after` and `dispatch_done(..., after=)` to have XLA
-    compute between the two. Backends other than cuda do all the work in the done.
+    derivatives. Two operations of a group, dispatches and combines together, are in flight at
+    once; a start beyond that leaves its work to its done. Every start needs its done. Use `after`
+    and `dispatch_done(..., after=)` to have XLA compute between the two. Backends other than cuda
+    do all the work in the done.
 
     Collective over the group; call it inside `shard_map`.
 
