@@ -60,6 +60,16 @@ std::vector<Case> Cases() {
     add("e5m2", [](Case& c) { c.dtype = DType::kF8E5M2; c.row_elements = {48}; });
     add("plain sum", [](Case& c) { c.weighted = false; });
     add("cast from bf16", [](Case& c) { c.quantize = Quantize::kFp8; c.row_elements = {2880, 7}; });
+    // The last block of a row is 1 to 3 vectors, in each place that a lane's four vectors have.
+    add("cast, short last blocks", [](Case& c) {
+      c.quantize = Quantize::kFp8;
+      c.row_elements = {264, 392, 528, 784, 920, 1032};
+    });
+    add("cast from f32, short last blocks", [](Case& c) {
+      c.dtype = DType::kF32;
+      c.quantize = Quantize::kFp8RoundScale;
+      c.row_elements = {132, 264, 396, 520};
+    });
     add("cast from f32", [](Case& c) {
       c.dtype = DType::kF32;
       c.quantize = Quantize::kFp8E8M0;
@@ -98,7 +108,7 @@ std::vector<Case> SmallCases(double timeout_s) {
     });
     add("odd bytes", [](Case& c) { c.dtype = DType::kF8E4M3FN; c.row_elements = {7, 33}; });
     add("f32, plain sum", [](Case& c) { c.dtype = DType::kF32; c.weighted = false; });
-    add("cast", [](Case& c) { c.quantize = Quantize::kFp8; c.row_elements = {260}; });
+    add("cast", [](Case& c) { c.quantize = Quantize::kFp8; c.row_elements = {260, 264}; });
     add("uneven", [](Case& c) { c.uneven = true; });
   }
   return cases;

@@ -112,10 +112,12 @@ __device__ void CastVectors(Ring& ring, const Leaf& leaf, const std::byte* token
         offset + Ring::kPieceBytes >= bytes) {
       ring.Pop();
     }
-    // A division is long: each lane computes one scale of its group's four.
+    // A division is long: each lane computes one scale of its group's four. The row may end in that
+    // block before this lane's vector of it.
     const BlockScale scale = ScaleOf(leaf.quantize, LargestMagnitude<T, kGroup>(vectors));
-    if (lane % kGroup < 4 && place(lane % 4) < bytes) {
-      const int32_t column = place(lane % 4) / static_cast<int32_t>(sizeof(Storage));
+    const int32_t block_begin = place(lane % 4) - lane % kGroup * 16;
+    if (lane % kGroup < 4 && block_begin < bytes) {
+      const int32_t column = block_begin / static_cast<int32_t>(sizeof(Storage));
       StoreScale(leaf, scales, column / kBlockColumns, scale);
     }
 #pragma unroll
