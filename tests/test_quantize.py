@@ -69,7 +69,7 @@ def check(case, backend, quantize, topk_idx, x, weights=None):
 
 
 # Short, whole and odd blocks.
-COLUMNS = (1, 127, 128, 130, 320)
+COLUMNS = (1, 127, 128, 130, 264, 320)
 
 
 def payload(case, columns, seed):

@@ -183,11 +183,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
                         static_cast<uint32_t>(args.num_leaves);
   Operation operation(args.common, Op::kDispatch, site);
+  const int32_t warp = threadIdx.x / 32;
   if (!operation.Enter()) {
-    return FillRows(args, kWarps * 32, kPoison, [](int32_t) { return true; });
+    // Blocks that began before the group failed pull all rows, but fill only their gaps: so these
+    // rows are divided as the gaps are.
+    if (warp < args.stage_warps) {
+      FillRows(args, args.stage_warps * 32, kPoison, [](int32_t) { return true; });
+    }
+    return;
   }
 
-  const int32_t warp = threadIdx.x / 32;
   std::byte* const own_shared = shared + warp * kSharedBytesPerWarp<Mover, Ring>;
   if (shape.num_ranks > 1 || kCasts) {
     __shared__ Publisher::Shared shared_publisher;

@@ -281,6 +281,15 @@ __device__ void Send(const MoveArgs& args, LowLatencyChannel& channel,
   }
 }
 
+// Poisons the sums that Receive would have computed in this block: another one may have begun before
+// the group failed, and computes its own.
+__device__ __noinline__ void Poison(const MoveArgs& args) {
+  const int32_t count = Share(args.common.num_tokens);
+  for (int32_t i = threadIdx.x / 32; i < count; i += kWarps) {
+    PoisonToken(args, static_cast<int32_t>(blockIdx.x + i * gridDim.x));
+  }
+}
+
 // Adds up the sums of this rank's own tokens.
 template <typename T>
 __device__ void Receive(const MoveArgs& args, LowLatencyChannel& channel,
@@ -340,7 +349,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       PayloadSite(args.move));
   LowLatencyChannel channel(args.move, operation, split);
   if (!channel.Enter()) {
-    if (split.receives) return PoisonTokens(args.move);
+    if (split.receives) return Poison(args.move);
     if (blockIdx.x == 0 && threadIdx.x < 2) split.ticket[threadIdx.x] = ~0u;
     return;
   }

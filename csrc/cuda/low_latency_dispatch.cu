@@ -266,12 +266,12 @@ __device__ void Send(const Team& team, const LowLatencyDispatchArgs& args, Opera
   }
 }
 
-// Poisons the results, as warp `warp` of `num_warps`.
-__device__ __noinline__ void Poison(const LowLatencyDispatchArgs& args, int64_t warp,
-                                    int64_t num_warps) {
+// Poisons all results, by this block alone: no other knows which rows it would have filled, and one
+// that began before the group failed fills only its own.
+__device__ __noinline__ void Poison(const LowLatencyDispatchArgs& args) {
   const int64_t num_rows = args.move.common.shape.num_rows();
-  ClearRouting(args.move.common, args.routing, warp * 32 + threadIdx.x % 32, num_warps * 32);
-  for (int64_t row = warp; row < num_rows; row += num_warps) {
+  ClearRouting(args.move.common, args.routing, threadIdx.x, kThreads);
+  for (int64_t row = threadIdx.x / 32; row < num_rows; row += kWarps) {
     FillPayloadRow(args.move, row, kPoison);
   }
 }
@@ -550,9 +550,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       RoutingSite(shape) * 31 + PayloadSite(args.move));
   LowLatencyChannel channel(args.move, operation, split);
   if (!channel.Enter()) {
-    if (split.receives) {
-      return Poison(args, SpreadWarp(Team::Block()), int64_t{gridDim.x} * kWarps);
-    }
+    if (split.receives) return Poison(args);
     if (blockIdx.x == 0 && threadIdx.x < 2) split.ticket[threadIdx.x] = ~0u;
     return;
   }
@@ -568,8 +566,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (channel.receives()) {
     good = __syncthreads_and(good) && Receive(args, channel, shared, counters);
-    // All results, by this block alone: no other knows which rows it would have filled.
-    if (!good) Poison(args, threadIdx.x / 32, kWarps);
+    if (!good) Poison(args);
   }
   channel.Leave();
 }

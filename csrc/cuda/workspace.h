@@ -41,7 +41,7 @@ enum class Phase : int32_t {
   kPosition = 5,    // the program's mesh is not the group's
   kInput = 6,       // a topk_idx outside [-1, E)
   kPeerFailed = 7,  // a peer gave up and said so
-  kTicket = 8,      // a done without its start, or a start while two are in flight
+  kTicket = 8,      // a done without its start
 };
 
 // What a kernel writes in pinned host memory when it gives up. The first one stays.
