@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax_ep import backends, bootstrap, memory
 
 _DEFAULT_NUM_SMS = 32  # the link's rate is reached with 24 to 32 (docs/performance.md)
+_SMS_OF_COLLECTIVES = 32  # NCCL takes as many at most, unless it is told otherwise
 _MAX_BLOCKS = 256  # of a grid: kMaxBlocks of csrc/cuda/workspace.h
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -52,8 +53,13 @@ def default_num_sms(devices: Sequence[tuple[str, int]]) -> int:
 
 
 def low_latency_sms(devices: Sequence[tuple[str, int]]) -> int:
-    """The most blocks of the low-latency kernels: all SMs of each device, shared by its ranks."""
-    return max(1, min(_MAX_BLOCKS, max_num_sms(devices)))
+    """The most blocks of the low-latency kernels: the SMs of a device, shared by its ranks.
+
+    Some are left to XLA's collectives. A kernel of these and one of ours wait for other ranks, each
+    of which may run the other one first: if both did not fit, they would wait for each other.
+    """
+    sms = max_num_sms(devices)
+    return max(1, min(_MAX_BLOCKS, max(sms - _SMS_OF_COLLECTIVES, sms // 2)))
 
 
 def max_num_sms(devices: Sequence[tuple[str, int]]) -> int:

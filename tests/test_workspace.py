@@ -98,11 +98,11 @@ def test_places_are_those_of_axis_index(shape, names, axis_names):
 
 
 @pytest.mark.parametrize("devices, most, default, low_latency", [
-    ([("a", 132)], 132, 32, 132),
-    ([("a", 132)] * 2, 66, 32, 66),
-    ([("a", 132)] * 8, 16, 16, 16),
-    ([("a", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132)], 26, 26, 26),
-    ([("a", 132), ("b", 20)], 20, 20, 20),
+    ([("a", 132)], 132, 32, 100),
+    ([("a", 132)] * 2, 66, 32, 34),
+    ([("a", 132)] * 8, 16, 16, 8),
+    ([("a", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132), ("b", 132)], 26, 26, 13),
+    ([("a", 132), ("b", 20)], 20, 20, 10),
     ([("a", 300)], 300, 32, 256),
     ([("a", 4)] * 8, 0, 1, 1),
 ])
@@ -112,7 +112,7 @@ def test_num_sms(devices, most, default, low_latency):
     assert workspace.low_latency_sms(devices) == low_latency
 
 
-@pytest.mark.parametrize("num_sms, expected", [(None, (32, 132)), (8, (8, 8))])
+@pytest.mark.parametrize("num_sms, expected", [(None, (32, 100)), (8, (8, 8))])
 def test_num_sms_of_the_kernels(num_sms, expected, monkeypatch):
     """Every kernel has as many blocks as the caller says; by default low-latency ones have more."""
     native = Native()
