@@ -103,9 +103,12 @@ class Sums {
   }
 
  private:
-  // Of a row, at a time: as much as a lane can hold the sums of in registers.
+  // Of a row, at a time: as much as a lane can hold the sums of in registers. A vector of 8-bit
+  // floats is 16 of them, and takes more registers to unpack.
   static constexpr int32_t kPieceBytes =
-      std::min<int32_t>(Ring::kPieceBytes, 1024 * static_cast<int32_t>(sizeof(Storage)));
+      sizeof(Storage) == 1 ? 512
+                           : std::min<int32_t>(Ring::kPieceBytes,
+                                               1024 * static_cast<int32_t>(sizeof(Storage)));
   static constexpr int kVectors = kPieceBytes / (32 * 16);  // of a lane
   static constexpr int kElements = kVectorElements<T>;
 
