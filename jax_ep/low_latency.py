@@ -10,7 +10,8 @@ import jax
 
 from jax_ep.group import MAX_LOW_LATENCY_TOKENS, Group
 
-# Groups of at most so many tokens per rank take the LL path where a call leaves the choice open.
+# Groups of at most so many tokens per rank take the LL path where a call leaves the choice open:
+# it was faster for 1 to 512 tokens (2 x H200, docs/performance.md).
 AUTOMATIC_TOKENS = MAX_LOW_LATENCY_TOKENS
 MODES = ("ll", "ht")
 _MAX_LEAVES = 8  # kMaxLeaves in csrc/cuda/workspace.h
