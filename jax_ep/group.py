@@ -236,8 +236,9 @@ class Group:
         """Frees what the Group holds; using it afterwards is an error. May be called twice.
 
         Programs that use it should have ended (`jax.block_until_ready`): what they have not begun
-        yet would be such a use. With backend "cuda" every process should close at the same point of its program, and waits
-        a few seconds for the others.
+        yet would be such a use. With backend "cpu" a rank that waits for others gets an error. With
+        backend "cuda" every process should close at the same point of its program, and waits a few
+        seconds for the others.
         """
         if self.closed:
             return

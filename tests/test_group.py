@@ -1,6 +1,9 @@
 """Group: axes, several at once, life time, capacities."""
 
+import concurrent.futures
 import functools
+import threading
+import time
 import types
 
 import jax
@@ -177,6 +180,35 @@ def test_compiled_program_of_a_closed_group_raises():
     group.close()
     with pytest.raises(Exception, match="closed"):
         jax.block_until_ready(f(*inputs()))
+
+
+def test_closing_ends_a_wait():
+    """A rank that waits for others when its Group is closed gets an error then, not at timeout_s."""
+    if run.backend_name("native") != "cpu":
+        pytest.skip("closing waits for kernels there")
+    group = make(run.make_mesh((4,), ("expert",)), "expert", "native", timeout_s=100)
+    closed = threading.Event()
+
+    def late(rank, x):
+        if rank != 0:
+            closed.wait(60)
+        return x
+
+    def f(x, topk_idx):
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = jax.pure_callback(late, like, jax.lax.axis_index("expert"), x)
+        return layer(group, CASE, x, topk_idx)
+
+    program = jax.jit(run.per_rank(group, f, check_vma=False))
+    start = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        result = pool.submit(lambda: jax.block_until_ready(program(*inputs())))
+        time.sleep(1)
+        group.close()
+        closed.set()
+        with pytest.raises(Exception, match="closed"):
+            result.result()
+    assert time.monotonic() - start < 50
 
 
 def test_context_manager_closes_on_error(backend):

@@ -28,9 +28,14 @@ void OpenGroup(Group group) {
 }
 
 void CloseGroup(int64_t id) {
-  Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  registry.groups.erase(id);
+  const std::shared_ptr<const Group> group = FindGroup(id);
+  if (!group) return;
+  {
+    Registry& registry = GetRegistry();
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.groups.erase(id);
+  }
+  group->closing->Run();
 }
 
 std::shared_ptr<const Group> FindGroup(int64_t id) {

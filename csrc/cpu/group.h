@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "csrc/cpu/closing.h"
+
 namespace jax_ep::cpu {
 
 // The settings of an open jax_ep.Group. A compiled program names its group by
@@ -17,9 +19,11 @@ struct Group {
   int32_t num_topk = 0;
   int32_t max_tokens_per_rank = 0;
   double timeout_s = 0;
+  std::shared_ptr<Closing> closing = std::make_shared<Closing>();
 };
 
 void OpenGroup(Group group);
+// Ranks that still wait for others get an error at once.
 void CloseGroup(int64_t id);
 
 // Null where no group of that id is open.

@@ -28,8 +28,9 @@ struct Rendezvous::Meeting {
   std::vector<Args> args;
   std::vector<Done> done;  // set for the ranks that have come
   int32_t arrived = 0;
-  std::string failure;     // set once the deadline has passed
+  std::string failure;     // set once the others are not waited for any more
   Watchdog::Id timer;
+  Closing::Id closing;
 };
 
 struct Rendezvous::State {
@@ -38,18 +39,23 @@ struct Rendezvous::State {
   std::mutex mutex;
   std::map<Key, std::shared_ptr<Meeting>> open;
 
-  static void Expire(const std::weak_ptr<State>& weak_state, const std::weak_ptr<Meeting>& weak) {
+  static void Expire(const std::weak_ptr<State>& weak_state, const std::weak_ptr<Meeting>& weak,
+                     bool closed) {
     const std::shared_ptr<State> state = weak_state.lock();
     const std::shared_ptr<Meeting> meeting = weak.lock();
     if (!state || !meeting) return;
     {
       std::lock_guard<std::mutex> lock(state->mutex);
-      if (meeting->arrived == meeting->group->num_ranks) return;
-      char seconds[32];
-      std::snprintf(seconds, sizeof(seconds), "%g", meeting->group->timeout_s);
-      meeting->failure = std::string(" waited timeout_s=") + seconds + " s for missing ranks " +
-                         meeting->RanksThat(false) + " (arrived: " + meeting->RanksThat(true) + ")";
+      if (!meeting->failure.empty() || meeting->arrived == meeting->group->num_ranks) return;
+      char waited[64] = " waited until the Group was closed";
+      if (!closed) {
+        std::snprintf(waited, sizeof(waited), " waited timeout_s=%g s", meeting->group->timeout_s);
+      }
+      meeting->failure = waited + (" for missing ranks " + meeting->RanksThat(false)) +
+                         " (arrived: " + meeting->RanksThat(true) + ")";
     }
+    meeting->group->closing->Remove(meeting->closing);
+    Watchdog::Get().Cancel(meeting->timer);
     // The meeting stays, as failed, for ranks that come after all.
     for (size_t rank = 0; rank < meeting->done.size(); ++rank) {
       if (!meeting->done[rank]) continue;
@@ -71,11 +77,13 @@ std::vector<Rendezvous::Args> Rendezvous::Arrive(const Arrival& arrival, Args ar
     slot = std::make_shared<Meeting>(arrival);
     const auto timeout = std::chrono::duration_cast<Watchdog::Clock::duration>(
         std::chrono::duration<double>(arrival.group->timeout_s));
-    slot->timer = Watchdog::Get().Call(
-        Watchdog::Clock::now() + timeout,
-        [state = std::weak_ptr<State>(state_), meeting = std::weak_ptr<Meeting>(slot)] {
-          State::Expire(state, meeting);
-        });
+    const auto expire = [state = std::weak_ptr<State>(state_),
+                         meeting = std::weak_ptr<Meeting>(slot)](bool closed) {
+      State::Expire(state, meeting, closed);
+    };
+    slot->timer =
+        Watchdog::Get().Call(Watchdog::Clock::now() + timeout, [expire] { expire(false); });
+    slot->closing = arrival.group->closing->Add([expire] { expire(true); });
   }
   const std::shared_ptr<Meeting> meeting = slot;
 
@@ -96,11 +104,16 @@ std::vector<Rendezvous::Args> Rendezvous::Arrive(const Arrival& arrival, Args ar
 
   meeting->args[rank] = std::move(args);
   meeting->done[rank] = std::move(*done);
-  if (++meeting->arrived < meeting->group->num_ranks) return {};
+  if (++meeting->arrived < meeting->group->num_ranks) {
+    lock.unlock();
+    if (meeting->closing == Closing::kClosed) State::Expire(state_, meeting, true);
+    return {};
+  }
 
   state_->open.erase(key);
   lock.unlock();
   Watchdog::Get().Cancel(meeting->timer);
+  meeting->group->closing->Remove(meeting->closing);
   *done = [meeting](const Status& status) {
     for (const Done& each : meeting->done) each(status);
   };

@@ -41,7 +41,7 @@ class Rendezvous {
   // order and stores in `done` what must be called once with the result;
   // otherwise returns an empty vector, and the rank's own `done` is called by
   // the rank that comes last, or with an error once the group's timeout has
-  // passed since the first rank came.
+  // passed since the first rank came, or the group is closed.
   std::vector<Args> Arrive(const Arrival& arrival, Args args, Done* done);
 
  private:

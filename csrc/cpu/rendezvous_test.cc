@@ -95,6 +95,24 @@ void AMissingRankIsNamedToEveryoneWhoCame() {
   CHECK(Contains(ranks[1].future.get(), "rank 1 came too late"));
 }
 
+void ClosingTheGroupEndsTheWait() {
+  Rendezvous rendezvous;
+  const auto group = MakeGroup(100);
+  std::vector<Rank> ranks(3);
+  Rendezvous::Done done = ranks[2].Done();
+  Come(rendezvous, group, 1, 2, &done);
+  group->closing->Run();
+  const Status status = ranks[2].future.get();
+  CHECK(Contains(status, "rank 2 waited until the Group was closed for missing ranks [0, 1]"));
+  // A rank that had found the group open comes to this meeting, or begins another.
+  done = ranks[0].Done();
+  CHECK(Come(rendezvous, group, 1, 0, &done).empty());
+  CHECK(Contains(ranks[0].future.get(), "rank 0 came too late"));
+  done = ranks[1].Done();
+  CHECK(Come(rendezvous, group, 2, 1, &done).empty());
+  CHECK(Contains(ranks[1].future.get(), "rank 1 waited until the Group was closed"));
+}
+
 }  // namespace
 }  // namespace jax_ep::cpu
 
@@ -102,4 +120,5 @@ int main() {
   jax_ep::cpu::TheLastRankGetsAllArgumentsInRankOrder();
   jax_ep::cpu::ExecutionsAtOnceDoNotMeet();
   jax_ep::cpu::AMissingRankIsNamedToEveryoneWhoCame();
+  jax_ep::cpu::ClosingTheGroupEndsTheWait();
 }
