@@ -57,11 +57,11 @@ def test_workspace_bytes(module):
 
 
 def test_low_latency_workspace_bytes(module):
-    """Two more buffers, each of a group's tokens: 8 ranks, 128 tokens: no more than 60 MB."""
+    """Three more buffers, each of a group's tokens: 8 ranks, 128 tokens: no more than 64 MB."""
     sizes = SIZES | {"max_tokens_per_rank": 128}
     without = module.workspace_bytes(**sizes)
     assert module.workspace_bytes(**sizes, low_latency=False) == without
-    assert 2 * without < module.workspace_bytes(**sizes, low_latency=True) <= 60e6
+    assert 3 * without < module.workspace_bytes(**sizes, low_latency=True) <= 64e6
 
 
 def test_groups_that_are_not_open(module):
