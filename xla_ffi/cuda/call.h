@@ -138,4 +138,11 @@ inline void ClearPayload(cuda::MoveArgs* args) {
 
 }  // namespace jax_ep::ffi_cuda
 
+// Defines the handler `name`, which XLA may put into command buffers, and its twin that stays out of
+// them (jax_ep/overlap.py).
+#define JAX_EP_DEFINE_CUDA_HANDLER(name, function, binding)                   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding,                      \
+                                {xla::ffi::Traits::kCmdBufferCompatible});    \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name##Uncaptured, function, binding)
+
 #endif  // JAX_EP_XLA_FFI_CUDA_CALL_H_

@@ -52,8 +52,5 @@ ffi::Error Combine(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
 
 }  // namespace jax_ep::ffi_cuda
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaCombine, &jax_ep::ffi_cuda::Combine,
-                              jax_ep::BindCombine(jax_ep::ffi_cuda::BindCall()),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaCombineUncaptured, &jax_ep::ffi_cuda::Combine,
-                              jax_ep::BindCombine(jax_ep::ffi_cuda::BindCall()));
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaCombine, &jax_ep::ffi_cuda::Combine,
+                           jax_ep::BindCombine(jax_ep::ffi_cuda::BindCall()));

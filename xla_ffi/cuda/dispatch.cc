@@ -48,8 +48,5 @@ ffi::Error Dispatch(cudaStream_t stream, int64_t group, int32_t layout, int64_t 
 
 }  // namespace jax_ep::ffi_cuda
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaDispatch, &jax_ep::ffi_cuda::Dispatch,
-                              jax_ep::BindDispatch(jax_ep::ffi_cuda::BindCall()),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaDispatchUncaptured, &jax_ep::ffi_cuda::Dispatch,
-                              jax_ep::BindDispatch(jax_ep::ffi_cuda::BindCall()));
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaDispatch, &jax_ep::ffi_cuda::Dispatch,
+                           jax_ep::BindDispatch(jax_ep::ffi_cuda::BindCall()));

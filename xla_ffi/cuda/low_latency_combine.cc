@@ -146,23 +146,9 @@ auto BindDone() { return BindLowLatencyCombine(BindTicket(BindCall())).Remaining
 }  // namespace
 }  // namespace jax_ep::ffi_cuda
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombine, &jax_ep::ffi_cuda::LowLatencyCombine,
-                              jax_ep::ffi_cuda::BindWhole(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineUncaptured,
-                              &jax_ep::ffi_cuda::LowLatencyCombine,
-                              jax_ep::ffi_cuda::BindWhole());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineStart,
-                              &jax_ep::ffi_cuda::LowLatencyCombineStart,
-                              jax_ep::ffi_cuda::BindStart(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineStartUncaptured,
-                              &jax_ep::ffi_cuda::LowLatencyCombineStart,
-                              jax_ep::ffi_cuda::BindStart());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineDone,
-                              &jax_ep::ffi_cuda::LowLatencyCombineDone,
-                              jax_ep::ffi_cuda::BindDone(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyCombineDoneUncaptured,
-                              &jax_ep::ffi_cuda::LowLatencyCombineDone,
-                              jax_ep::ffi_cuda::BindDone());
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombine, &jax_ep::ffi_cuda::LowLatencyCombine,
+                           jax_ep::ffi_cuda::BindWhole());
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombineStart, &jax_ep::ffi_cuda::LowLatencyCombineStart,
+                           jax_ep::ffi_cuda::BindStart());
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombineDone, &jax_ep::ffi_cuda::LowLatencyCombineDone,
+                           jax_ep::ffi_cuda::BindDone());

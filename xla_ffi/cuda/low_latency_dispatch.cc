@@ -166,23 +166,9 @@ auto BindDone() {
 }  // namespace
 }  // namespace jax_ep::ffi_cuda
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatch, &jax_ep::ffi_cuda::LowLatencyDispatch,
-                              jax_ep::ffi_cuda::BindWhole(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchUncaptured,
-                              &jax_ep::ffi_cuda::LowLatencyDispatch,
-                              jax_ep::ffi_cuda::BindWhole());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchStart,
-                              &jax_ep::ffi_cuda::LowLatencyDispatchStart,
-                              jax_ep::ffi_cuda::BindStart(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchStartUncaptured,
-                              &jax_ep::ffi_cuda::LowLatencyDispatchStart,
-                              jax_ep::ffi_cuda::BindStart());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchDone,
-                              &jax_ep::ffi_cuda::LowLatencyDispatchDone,
-                              jax_ep::ffi_cuda::BindDone(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaLowLatencyDispatchDoneUncaptured,
-                              &jax_ep::ffi_cuda::LowLatencyDispatchDone,
-                              jax_ep::ffi_cuda::BindDone());
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatch, &jax_ep::ffi_cuda::LowLatencyDispatch,
+                           jax_ep::ffi_cuda::BindWhole());
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatchStart, &jax_ep::ffi_cuda::LowLatencyDispatchStart,
+                           jax_ep::ffi_cuda::BindStart());
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatchDone, &jax_ep::ffi_cuda::LowLatencyDispatchDone,
+                           jax_ep::ffi_cuda::BindDone());

@@ -30,8 +30,5 @@ ffi::Error Prepare(cudaStream_t stream, int64_t group, int32_t layout, int64_t c
 
 }  // namespace jax_ep::ffi_cuda
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaPrepare, &jax_ep::ffi_cuda::Prepare,
-                              jax_ep::BindPrepare(jax_ep::ffi_cuda::BindCall()),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCudaPrepareUncaptured, &jax_ep::ffi_cuda::Prepare,
-                              jax_ep::BindPrepare(jax_ep::ffi_cuda::BindCall()));
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaPrepare, &jax_ep::ffi_cuda::Prepare,
+                           jax_ep::BindPrepare(jax_ep::ffi_cuda::BindCall()));
