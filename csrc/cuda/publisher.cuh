@@ -37,8 +37,8 @@ class Publisher {
     __threadfence_block();
     const uint32_t place = atomicAdd(&shared_->tail, 1);
     // The publisher may be 32 things behind.
-    while (place - *const_cast<volatile uint32_t*>(&shared_->head) >= 32) __nanosleep(100);
-    *const_cast<volatile int32_t*>(&shared_->queue[place % 32]) = thing + 1;
+    while (place - Read(&shared_->head) >= 32) __nanosleep(100);
+    atomicExch(&shared_->queue[place % 32], thing + 1);
   }
 
   // By a producer warp that has finished all of its things.
@@ -55,10 +55,10 @@ class Publisher {
   __device__ __forceinline__ void Run(Tell tell) {
     const uint32_t lane = threadIdx.x % 32;
     for (uint32_t head = 0;;) {
-      const uint32_t producers = *const_cast<volatile uint32_t*>(&shared_->producers);
+      const uint32_t producers = lane == 0 ? Read(&shared_->producers) : 0;
       __threadfence_block();
-      volatile int32_t* const place = &shared_->queue[(head + lane) % 32];
-      const int32_t thing = *place - 1;
+      int32_t* const place = &shared_->queue[(head + lane) % 32];
+      const int32_t thing = Read(place) - 1;
       const uint32_t finished = __ballot_sync(~0u, thing >= 0);
       const uint32_t count = finished == ~0u ? 32 : __ffs(~finished) - 1;
       if (count == 0) {
@@ -66,17 +66,23 @@ class Publisher {
         __nanosleep(100);
         continue;
       }
-      if (lane < count) *place = 0;
+      if (lane < count) atomicExch(place, 0);
       head += count;
       ptx::FenceSys();
       __syncwarp();
-      if (lane == 0) *const_cast<volatile uint32_t*>(&shared_->head) = head;
+      if (lane == 0) atomicExch(&shared_->head, head);
       if (lane < count) tell(thing);
       __syncwarp();
     }
   }
 
  private:
+  // Atomically, as all accesses are between threads that no barrier orders.
+  template <typename T>
+  static __device__ __forceinline__ T Read(T* word) {
+    return atomicOr(word, 0);
+  }
+
   Shared* const shared_;
 };
 
