@@ -210,7 +210,7 @@ class Sums {
 __device__ std::byte* StagedRow(const MoveArgs& args, int32_t to, int32_t from, int32_t token) {
   const Workspace& workspace = args.common.workspace;
   const int64_t row = int64_t{from} * args.common.shape.max_tokens_per_rank + token;
-  return workspace.base[to] + workspace.layout.staging_offset() + row * args.staging_row_bytes;
+  return workspace.base[to] + workspace.at.staging + row * args.staging_row_bytes;
 }
 
 __device__ const std::byte* LocalValue(const MoveArgs& args, int32_t slot, int32_t k) {

@@ -28,10 +28,12 @@ __device__ __forceinline__ void FillRow(std::byte* to, int64_t bytes, uint8_t va
   const int32_t lane = threadIdx.x % 32;
   if ((reinterpret_cast<uintptr_t>(to) | static_cast<uintptr_t>(bytes)) % 16 == 0) {
     const uint32_t word = value * 0x01010101u;
+#pragma unroll 1
     for (int64_t i = lane; i < bytes / 16; i += 32) {
       Store(reinterpret_cast<uint4*>(to) + i, uint4{word, word, word, word});
     }
   } else {
+#pragma unroll 1
     for (int64_t i = lane; i < bytes; i += 32) to[i] = static_cast<std::byte>(value);
   }
 }

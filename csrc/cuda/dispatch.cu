@@ -30,7 +30,7 @@ __device__ void StageToken(const MoveArgs& args, Ring& ring, int32_t token) {
   const PairValues& values = args.values;
   const int32_t num_topk = args.common.shape.num_topk;
   const int32_t lane = threadIdx.x % 32;
-  std::byte* const row = workspace.base[workspace.rank] + workspace.layout.staging_offset() +
+  std::byte* const row = workspace.base[workspace.rank] + workspace.at.staging +
                          token * args.staging_row_bytes;
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     const Leaf& leaf = args.leaves[i];
@@ -93,7 +93,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   const int32_t lane = threadIdx.x % 32;
   const bool by_token = args.common.shape.layout == Layout::kRank;
   const bool in_place = source == workspace.rank && !kCasts;  // not staged
-  const std::byte* const staged = workspace.base[source] + workspace.layout.staging_offset() +
+  const std::byte* const staged = workspace.base[source] + workspace.at.staging +
                                   token * args.staging_row_bytes;
   bool good = true;
   if (!in_place) {

@@ -86,6 +86,7 @@ Status Group::Connect(const std::vector<std::string>& handles, int32_t num_sms,
   Status status = memory_->Connect(settings_.rank, handles);
   if (!status.ok()) return status;
   workspace_.layout = settings_.layout;
+  workspace_.at = settings_.layout.Offsets();
   workspace_.group = settings_.id;
   workspace_.state = state_;
   workspace_.subgroup = settings_.subgroup;

@@ -70,6 +70,7 @@ class LowLatencyChannel {
         }
         return false;
       }
+      buffer_at_ = workspace_.at.buffers + buffer_ * workspace_.at.buffer_bytes;
       return !sends_ || operation_.PeersLeft(Pick(uses, buffer_).read);
     });
     if (!entered || blockIdx.x != 0) return entered;
@@ -103,43 +104,35 @@ class LowLatencyChannel {
     ptx::StoreRelaxedSys(ReadyWord(peer, workspace_.rank, token), data_.Encode());
   }
   __device__ __forceinline__ bool WaitReady(int32_t peer, int32_t token) {
-    const uint64_t expected = data_.Encode();
-    return Wait(peer, ReadyWord(workspace_.rank, peer, token),
-                [expected](uint64_t word) { return word == expected; });
+    const Equals awaited{data_.Encode(), Equals::kAll};
+    return awaited(Wait(peer, ReadyWord(workspace_.rank, peer, token), awaited));
   }
   __device__ __forceinline__ uint64_t Word(int32_t value) const {
     return Signal{data_.epoch, static_cast<uint32_t>(value)}.Encode();
   }
   __device__ __forceinline__ bool WaitWord(int32_t peer, const uint64_t* word, uint64_t seen,
                                            int32_t* value) {
-    const bool came = Signal::Decode(seen).epoch == data_.epoch ||
-                      Wait(peer, word, [&](uint64_t now) {
-                        seen = now;
-                        return Signal::Decode(now).epoch == data_.epoch;
-                      });
+    const Equals awaited{data_.Encode(), Equals::kEpoch};
+    if (!awaited(seen)) seen = Wait(peer, word, awaited);
     *value = static_cast<int32_t>(Signal::Decode(seen).tag);
-    return came;
+    return awaited(seen);
   }
 
   // Whether something that this thread has waited for did not come.
   __device__ __forceinline__ bool lost() const { return lost_; }
 
   __device__ __forceinline__ LowLatencyControl* Control(int32_t rank) const {
-    return reinterpret_cast<LowLatencyControl*>(
-        workspace_.base[rank] + workspace_.layout.low_latency_offset(buffer_));
+    return reinterpret_cast<LowLatencyControl*>(Buffer(rank));
   }
 
   // Rank `to`'s words of all ranks' indices, [R, max_tokens_per_rank, K].
   __device__ __forceinline__ uint64_t* Topk(int32_t to) const {
-    return reinterpret_cast<uint64_t*>(workspace_.base[to] +
-                                       workspace_.layout.low_latency_topk_offset(buffer_));
+    return reinterpret_cast<uint64_t*>(Buffer(to) + workspace_.at.buffer_topk);
   }
 
   // Where rank `from` puts its row for a token into rank `to`'s buffer.
   __device__ __forceinline__ std::byte* Row(int32_t to, int32_t from, int32_t token) const {
-    const WorkspaceLayout& layout = workspace_.layout;
-    return workspace_.base[to] + layout.low_latency_rows_offset(buffer_) +
-           (int64_t{from} * layout.max_tokens_per_rank + token) * row_bytes_;
+    return Buffer(to) + workspace_.at.buffer_rows + Entry(from, token) * row_bytes_;
   }
 
  private:
@@ -190,18 +183,25 @@ class LowLatencyChannel {
   }
 
   __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int32_t token) const {
-    const WorkspaceLayout& layout = workspace_.layout;
-    return reinterpret_cast<uint64_t*>(workspace_.base[to] +
-                                       layout.low_latency_ready_offset(buffer_)) +
-           int64_t{from} * layout.max_tokens_per_rank + token;
+    return reinterpret_cast<uint64_t*>(Buffer(to) + workspace_.at.buffer_ready) +
+           Entry(from, token);
   }
 
-  template <typename Condition>
-  __device__ __forceinline__ bool Wait(int32_t peer, const uint64_t* word, Condition condition) {
-    const bool came = operation_.WaitUntil(Phase::kReady, peer, data_.Encode(), word, condition,
-                                           &Control(workspace_.rank)->begun[peer], data_);
-    lost_ |= !came;
-    return came;
+  __device__ __forceinline__ std::byte* Buffer(int32_t rank) const {
+    return workspace_.base[rank] + buffer_at_;
+  }
+
+  // Of a token of rank `from` in tables [R, max_tokens_per_rank], which fit into an int32.
+  __device__ __forceinline__ int32_t Entry(int32_t from, int32_t token) const {
+    return from * workspace_.layout.max_tokens_per_rank + token;
+  }
+
+  __device__ __forceinline__ uint64_t Wait(int32_t peer, const uint64_t* word,
+                                           const Equals& awaited) {
+    const uint64_t seen = operation_.WaitUntil(Phase::kReady, peer, word, awaited,
+                                               &Control(workspace_.rank)->begun[peer], data_);
+    lost_ |= !awaited(seen);
+    return seen;
   }
 
   const Workspace& workspace_;
@@ -210,6 +210,7 @@ class LowLatencyChannel {
   const Split& split_;
   Signal data_ = {};  // of the operation that sends
   uint32_t buffer_ = 0;
+  int64_t buffer_at_ = 0;  // in a workspace
   bool sends_ = false;
   bool lost_ = false;
 };
@@ -252,15 +253,15 @@ __device__ __forceinline__ void Publish(const Team& team, int32_t count, Tell te
 
 // Copies rows 0 to `count` of `bytes` by `num_warps` warps, of which this is number `warp`.
 // `from(row)` is where a row lies, `to(row, k)`, for k from 0 to `most`, its places, null for none.
-template <typename V, typename From, typename To>
+// A warp loads `kUnroll` pieces of 32 vectors before it stores the first.
+template <typename V, int kUnroll, typename From, typename To>
 __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t most,
                                            int32_t warp, int32_t num_warps, From from, To to) {
-  // Pieces of 32 vectors that a warp loads before it stores the first.
-  constexpr int kUnroll = 4;
   const int32_t lane = threadIdx.x % 32;
   const auto vectors = static_cast<int32_t>(bytes / static_cast<int64_t>(sizeof(V)));
   const int32_t row_pieces = (vectors + 31) / 32;
   const int32_t pieces = count * row_pieces;
+#pragma unroll 1
   for (int32_t first = warp; first < pieces; first += kUnroll * num_warps) {
     V values[kUnroll];
 #pragma unroll
@@ -276,6 +277,7 @@ __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t
       const int32_t piece = first + u * num_warps;
       const int32_t index = piece % row_pieces * 32 + lane;
       if (piece >= pieces || index >= vectors) continue;
+#pragma unroll 1
       for (int32_t k = 0; k < most; ++k) {
         std::byte* const place = to(piece / row_pieces, k);
         if (place != nullptr) Store(reinterpret_cast<V*>(place) + index, values[u]);
@@ -284,17 +286,15 @@ __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t
   }
 }
 
-// The same by the widest vectors that `alignment`, the bits of all addresses and sizes, allows.
+// The same by vectors of 16 bytes if `alignment`, the bits of all addresses and sizes, allows it.
 template <typename From, typename To>
 __device__ __forceinline__ void CopyRows(int32_t count, int64_t bytes, uintptr_t alignment,
                                          int32_t most, int32_t warp, int32_t num_warps,
                                          From from, To to) {
   if (alignment % 16 == 0) {
-    CopyRowsBy<uint4>(count, bytes, most, warp, num_warps, from, to);
-  } else if (alignment % 4 == 0) {
-    CopyRowsBy<uint32_t>(count, bytes, most, warp, num_warps, from, to);
+    CopyRowsBy<uint4, 4>(count, bytes, most, warp, num_warps, from, to);
   } else {
-    CopyRowsBy<uint8_t>(count, bytes, most, warp, num_warps, from, to);
+    CopyRowsBy<uint8_t, 1>(count, bytes, most, warp, num_warps, from, to);
   }
 }
 

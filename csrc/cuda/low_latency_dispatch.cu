@@ -81,6 +81,7 @@ __device__ void CastRows(const Team& team, const Leaf& leaf, int32_t count, int3
     const int32_t line_blocks = NumBlocks(leaf.columns);
     const auto blocks = static_cast<int32_t>(
         leaf.columns == 0 ? 0 : leaf.row_bytes / leaf.columns * line_blocks);
+#pragma unroll 1
     for (int32_t unit = warp; unit < count * blocks; unit += team.num_warps()) {
       const int32_t row = unit / blocks;
       const int32_t block = unit % blocks;
@@ -90,6 +91,7 @@ __device__ void CastRows(const Team& team, const Leaf& leaf, int32_t count, int3
       const BlockScale scale =
           CastBlock<T>(leaf.quantize, reinterpret_cast<const Storage*>(token(row)) + begin,
                        leaf.columns - first, &cast);
+#pragma unroll 1
       for (int32_t k = 0; k < most; ++k) {
         std::byte* const staged = to(row, k);
         if (staged == nullptr) continue;
@@ -106,6 +108,7 @@ __device__ void CastRows(const Team& team, const Leaf& leaf, int32_t count, int3
       static_cast<int32_t>(leaf.row_bytes * static_cast<int64_t>(sizeof(Storage)) / 16);
   const int32_t row_pieces = (vectors + 31) / 32;
   const int32_t pieces = count * row_pieces;
+#pragma unroll 1
   for (int32_t first = warp; first < pieces; first += kUnroll * team.num_warps()) {
     uint4 loaded[kUnroll];
 #pragma unroll
@@ -135,6 +138,7 @@ __device__ void CastRows(const Team& team, const Leaf& leaf, int32_t count, int3
       const uint32_t low = CastFour(&x[0], scale.inverse);
       const uint32_t high = kElements == 8 ? CastFour(&x[kElements - 4], scale.inverse) : 0;
       const int32_t column = index * kElements;
+#pragma unroll 1
       for (int32_t k = 0; k < most; ++k) {
         std::byte* const staged = to(piece / row_pieces, k);
         if (staged == nullptr) continue;

@@ -160,6 +160,7 @@ __device__ __forceinline__ void ClearRouting(const Common& common, const Routing
                                              int64_t thread, int64_t num_threads) {
   const Shape& shape = common.shape;
   auto fill = [&](int32_t* to, int64_t count, int32_t value) {
+#pragma unroll 1
     for (int64_t i = thread; i < count; i += num_threads) to[i] = value;
   };
   fill(routing.row_source, shape.num_rows(), -1);

@@ -42,7 +42,7 @@ __device__ void Send(const PrepareArgs& args, Operation& operation) {
   const int64_t mine = int64_t{workspace.rank} * shape.max_tokens_per_rank * shape.num_topk;
   SendIndices(args.common, args.topk_idx, operation, operation, Thread(), NumThreads(),
               [&](int32_t peer) {
-                std::byte* const topk = workspace.base[peer] + workspace.layout.topk_offset();
+                std::byte* const topk = workspace.base[peer] + workspace.at.topk;
                 return reinterpret_cast<uint64_t*>(topk) + mine;
               });
 }
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
 
   // Each warp takes consecutive tokens and counts what it has of each key.
   const auto* const words = reinterpret_cast<const uint64_t*>(workspace.base[workspace.rank] +
-                                                             workspace.layout.topk_offset());
+                                                             workspace.at.topk);
   const AllIndices indices(shape, operation, words, first_token);
   const int32_t num_keys = NumKeys(shape);
   const int32_t num_tokens = first_token[shape.num_ranks];
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
 
   // Turns the counts into the first position of each key for each warp of all blocks.
   auto* const block_counts = reinterpret_cast<int32_t*>(workspace.base[workspace.rank] +
-                                                        workspace.layout.counts_offset());
+                                                        workspace.at.counts);
   for (int32_t key = threadIdx.x; key < num_keys; key += blockDim.x) {
     int32_t count = 0;
     for (int32_t w = 0; w < num_warps; ++w) count += counters[w * warp_ints + key];

@@ -30,6 +30,31 @@ struct Signal {
   }
 };
 
+// What a word is waited to be: equal in the bits of a mask.
+struct Equals {
+  static constexpr uint64_t kEpoch = ~uint64_t{0} << 32;
+  static constexpr uint64_t kAll = ~uint64_t{0};
+
+  uint64_t expected;
+  uint64_t mask;
+  __device__ __forceinline__ bool operator()(uint64_t word) const {
+    return ((word ^ expected) & mask) == 0;
+  }
+  __device__ __forceinline__ uint64_t ForError() const { return expected; }
+};
+
+// Or a signal at most `behind` epochs before this one; as distances, which stay right when epochs
+// wrap around.
+struct HasLeft {
+  uint32_t epoch;
+  uint32_t behind;
+  __device__ __forceinline__ bool operator()(uint64_t word) const {
+    const uint32_t distance = epoch - Signal::Decode(word).epoch;
+    return static_cast<int32_t>(distance) <= 0 || distance <= behind;
+  }
+  __device__ __forceinline__ uint64_t ForError() const { return epoch; }
+};
+
 // One operation in flight, as one thread block sees it. `site` is what the ranks must agree on.
 class Operation {
  public:
@@ -86,11 +111,8 @@ class Operation {
     const uint32_t before = epoch_ - 1;
     bool left = true;
     for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
-      left &= WaitUntil(Phase::kEnter, peer, before, &Own()->done[peer], [&](uint64_t word) {
-        // As distances from here, which stay right when epochs wrap around.
-        const uint32_t behind = before - Signal::Decode(word).epoch;
-        return static_cast<int32_t>(behind) <= 0 || behind <= before - operation;
-      });
+      const HasLeft awaited{before, before - operation};
+      left &= awaited(WaitUntil(Phase::kEnter, peer, &Own()->done[peer], awaited));
     }
     return left;
   }
@@ -103,9 +125,9 @@ class Operation {
 
   // Waits for that of `peer`; false if it must not be believed.
   __device__ __forceinline__ bool WaitReady(int32_t peer, int32_t token) {
-    const uint64_t expected = Signal{epoch_, tag_}.Encode();
-    return WaitUntil(Phase::kReady, peer, expected, ReadyWord(workspace_.rank, peer, token),
-                     [expected](uint64_t word) { return word == expected; });
+    const Equals awaited{Signal{epoch_, tag_}.Encode(), Equals::kAll};
+    return awaited(
+        WaitUntil(Phase::kReady, peer, ReadyWord(workspace_.rank, peer, token), awaited));
   }
 
   // A word that says by itself in which operation it was written, so that it needs neither a fence
@@ -118,14 +140,10 @@ class Operation {
   // be believed.
   __device__ __forceinline__ bool WaitWord(int32_t peer, const uint64_t* word, uint64_t seen,
                                            int32_t* value) {
-    const bool came = Signal::Decode(seen).epoch == epoch_ ||
-                      WaitUntil(Phase::kReady, peer, Signal{epoch_, tag_}.Encode(), word,
-                                [&](uint64_t now) {
-                                  seen = now;
-                                  return Signal::Decode(now).epoch == epoch_;
-                                });
+    const Equals awaited{Signal{epoch_, tag_}.Encode(), Equals::kEpoch};
+    if (!awaited(seen)) seen = WaitUntil(Phase::kReady, peer, word, awaited);
     *value = static_cast<int32_t>(Signal::Decode(seen).tag);
-    return came;
+    return awaited(seen);
   }
 
   // The next task of a queue, from 0. Who takes which decides nothing but when the work is done.
@@ -206,34 +224,22 @@ class Operation {
     ptx::FenceSys();
   }
 
-  // Waits until `condition` holds of a word that `peer` writes. `begun` is the word by which the
+  // Waits until `awaited` holds of a word that `peer` writes, and gives what the word is at the end:
+  // `awaited` does not hold of that if it must not be believed. `begun` is the word by which the
   // peer says what it runs: if that is not `mine`, in the same epoch, waiting is in vain.
-  template <typename Condition>
-  __device__ __forceinline__ bool WaitUntil(Phase phase, int32_t peer, uint64_t expected,
-                                            const uint64_t* word, Condition condition,
-                                            const uint64_t* begun, Signal mine) {
-    if (condition(ptx::LoadAcquireSys(word))) return true;
-    const uint64_t start = ptx::GlobalTimer();
-    while (true) {
-      const uint64_t value = ptx::LoadAcquireSys(word);
-      if (condition(value)) return true;
-      const Signal running = Signal::Decode(*reinterpret_cast<const volatile uint64_t*>(begun));
-      if (running.epoch == mine.epoch && running.tag != mine.tag) {
-        Fail(Phase::kMismatch, peer, mine.tag, running.tag);
-        return false;
-      }
-      if (Expired(start)) {
-        Fail(phase, peer, expected, value);
-        return false;
-      }
-    }
+  template <typename Awaited>
+  __device__ __forceinline__ uint64_t WaitUntil(Phase phase, int32_t peer, const uint64_t* word,
+                                                const Awaited& awaited, const uint64_t* begun,
+                                                const Signal& mine) {
+    const uint64_t seen = ptx::LoadAcquireSys(word);
+    return awaited(seen) ? seen : Poll(phase, peer, word, awaited, begun, mine);
   }
 
  private:
   // The word by which `from` tells `to` of a token.
   __device__ __forceinline__ uint64_t* ReadyWord(int32_t to, int32_t from, int32_t token) const {
     const WorkspaceLayout& layout = workspace_.layout;
-    return reinterpret_cast<uint64_t*>(workspace_.base[to] + layout.ready_offset()) +
+    return reinterpret_cast<uint64_t*>(workspace_.base[to] + workspace_.at.ready) +
            int64_t{from} * layout.max_tokens_per_rank + token;
   }
 
@@ -241,11 +247,30 @@ class Operation {
     return ptx::GlobalTimer() - start > workspace_.timeout_ns || Failed();
   }
 
-  template <typename Condition>
-  __device__ __forceinline__ bool WaitUntil(Phase phase, int32_t peer, uint64_t expected,
-                                            const uint64_t* word, Condition condition) {
-    return WaitUntil(phase, peer, expected, word, condition, &Own()->running[peer],
-                     Signal{epoch_, tag_});
+  template <typename Awaited>
+  __device__ __forceinline__ uint64_t WaitUntil(Phase phase, int32_t peer, const uint64_t* word,
+                                                const Awaited& awaited) {
+    return WaitUntil(phase, peer, word, awaited, &Own()->running[peer], Signal{epoch_, tag_});
+  }
+
+  // Not inlined: a kernel that runs for microseconds takes as long as its instructions take to load.
+  template <typename Awaited>
+  __device__ __noinline__ uint64_t Poll(Phase phase, int32_t peer, const uint64_t* word,
+                                        Awaited awaited, const uint64_t* begun, Signal mine) {
+    const uint64_t start = ptx::GlobalTimer();
+    while (true) {
+      const uint64_t seen = ptx::LoadAcquireSys(word);
+      if (awaited(seen)) return seen;
+      const Signal running = Signal::Decode(*reinterpret_cast<const volatile uint64_t*>(begun));
+      if (running.epoch == mine.epoch && running.tag != mine.tag) {
+        Fail(Phase::kMismatch, peer, mine.tag, running.tag);
+        return seen;
+      }
+      if (Expired(start)) {
+        Fail(phase, peer, awaited.ForError(), seen);
+        return seen;
+      }
+    }
   }
 
   const Workspace& workspace_;

@@ -91,8 +91,27 @@ struct LowLatencyControl {
   uint64_t num_tokens[kMaxRanks];  // words: of the peer in that, if it is a dispatch
 };
 
-// Sizes that all ranks agree on, and what follows from them.
+// Where the parts of a workspace lie, in bytes from its start.
+struct WorkspaceOffsets {
+  int64_t ready;    // signal words [R, max_tokens_per_rank]: whose part of a token is in place
+  int64_t topk;     // everyone's topk_idx, as words [R, max_tokens_per_rank, K]
+  int64_t counts;   // per-block counts of prepare, int32 [kMaxBlocks, E]
+  int64_t staging;  // rows under way: a rank's own tokens in dispatch, [T]; every other rank's
+                    // partial sums in combine, [R, T]. The K values of its pairs follow each row
+  int64_t buffers;  // the low-latency buffers, one after the other
+  int64_t total;
+  // In a low-latency buffer, from its start, where its LowLatencyControl is: as above, and rows
+  // [R, max_tokens_per_rank] of the size of staged ones.
+  int64_t buffer_ready;
+  int64_t buffer_topk;
+  int64_t buffer_rows;
+  int64_t buffer_bytes;
+};
+
+// Sizes that all ranks agree on.
 struct WorkspaceLayout {
+  static constexpr int32_t kMaxLeaves = 8;
+
   int32_t num_ranks = 0;
   int32_t num_experts = 0;
   int32_t num_topk = 0;
@@ -100,60 +119,40 @@ struct WorkspaceLayout {
   int64_t max_row_bytes = 0;
   bool low_latency = false;  // whether there are the low-latency buffers
 
-  static JAX_EP_HOST_DEVICE int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
-  // Signal words [R, max_tokens_per_rank]: for which tokens each peer has put its part in place.
-  JAX_EP_HOST_DEVICE int64_t ready_offset() const { return RoundUp(sizeof(Control)); }
-  JAX_EP_HOST_DEVICE int64_t ready_bytes() const {
-    return RoundUp(int64_t{8} * num_ranks * max_tokens_per_rank);
-  }
-  // Everyone's topk_idx, as words [R, max_tokens_per_rank, K].
-  JAX_EP_HOST_DEVICE int64_t topk_offset() const { return ready_offset() + ready_bytes(); }
-  JAX_EP_HOST_DEVICE int64_t topk_bytes() const {
-    return RoundUp(int64_t{8} * num_ranks * max_tokens_per_rank * num_topk);
-  }
-  // Per-block counts of prepare, int32 [kMaxBlocks, E].
-  JAX_EP_HOST_DEVICE int64_t counts_offset() const { return topk_offset() + topk_bytes(); }
-  JAX_EP_HOST_DEVICE int64_t counts_bytes() const {
-    return RoundUp(int64_t{4} * kMaxBlocks * num_experts);
-  }
-  // Rows under way: a rank's own tokens in dispatch, [T]; every other rank's partial sums in
-  // combine, [R, T]. Each row is followed by the K values of its pairs.
-  JAX_EP_HOST_DEVICE int64_t staging_offset() const { return counts_offset() + counts_bytes(); }
+  // The most bytes of a staged row: every leaf of it, and its scales, may be padded to 16 bytes; 8
+  // bytes a pair value.
   JAX_EP_HOST_DEVICE int64_t staging_row_bytes() const {
-    // Every leaf of a row, and its scales, may be padded to 16 bytes; 8 bytes a pair value.
     return (max_row_bytes + 15) / 16 * 16 + 32 * kMaxLeaves + (8 * num_topk + 15) / 16 * 16;
   }
-  JAX_EP_HOST_DEVICE int64_t staging_bytes() const {
-    return RoundUp(staging_row_bytes() * num_ranks * max_tokens_per_rank);
-  }
-  // The low-latency buffers. Each has a LowLatencyControl, ready words and indices as above, and
-  // rows [R, T] of the size of staged ones.
-  JAX_EP_HOST_DEVICE int64_t low_latency_offset(int32_t buffer) const {
-    return staging_offset() + staging_bytes() + buffer * low_latency_bytes();
-  }
-  JAX_EP_HOST_DEVICE int64_t low_latency_ready_offset(int32_t buffer) const {
-    return low_latency_offset(buffer) + RoundUp(sizeof(LowLatencyControl));
-  }
-  JAX_EP_HOST_DEVICE int64_t low_latency_topk_offset(int32_t buffer) const {
-    return low_latency_ready_offset(buffer) + ready_bytes();
-  }
-  JAX_EP_HOST_DEVICE int64_t low_latency_rows_offset(int32_t buffer) const {
-    return low_latency_topk_offset(buffer) + topk_bytes();
-  }
-  JAX_EP_HOST_DEVICE int64_t low_latency_bytes() const {
-    return RoundUp(sizeof(LowLatencyControl)) + ready_bytes() + topk_bytes() + staging_bytes();
-  }
-  JAX_EP_HOST_DEVICE int64_t total_bytes() const {
-    return low_latency_offset(low_latency ? kLowLatencyBuffers : 0);
+
+  // For the host: kernels find the result in their Workspace.
+  WorkspaceOffsets Offsets() const {
+    const auto round_up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+    const int64_t tokens = int64_t{num_ranks} * max_tokens_per_rank;
+    const int64_t ready_bytes = round_up(8 * tokens);
+    const int64_t topk_bytes = round_up(8 * tokens * num_topk);
+    const int64_t rows_bytes = round_up(staging_row_bytes() * tokens);
+    WorkspaceOffsets at;
+    at.ready = round_up(sizeof(Control));
+    at.topk = at.ready + ready_bytes;
+    at.counts = at.topk + topk_bytes;
+    at.staging = at.counts + round_up(int64_t{4} * kMaxBlocks * num_experts);
+    at.buffers = at.staging + rows_bytes;
+    at.buffer_ready = round_up(sizeof(LowLatencyControl));
+    at.buffer_topk = at.buffer_ready + ready_bytes;
+    at.buffer_rows = at.buffer_topk + topk_bytes;
+    at.buffer_bytes = at.buffer_rows + rows_bytes;
+    at.total = at.buffers + (low_latency ? kLowLatencyBuffers * at.buffer_bytes : 0);
+    return at;
   }
 
-  static constexpr int32_t kMaxLeaves = 8;
+  int64_t total_bytes() const { return Offsets().total; }
 };
 
 // A rank's view, passed to kernels by value.
 struct Workspace {
   WorkspaceLayout layout;
+  WorkspaceOffsets at = {};
   int64_t group = 0;  // id
   RankState* state = nullptr;
   int32_t subgroup = 0;  // which of the mesh's independent groups this is

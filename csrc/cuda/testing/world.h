@@ -151,6 +151,7 @@ class World {
     for (int32_t r = 0; r < c.num_ranks; ++r) {
       Workspace workspace;
       workspace.layout = layout_;
+      workspace.at = layout_.Offsets();
       workspace.state = ranks_[r].state->device;
       workspace.rank = r;
       workspace.num_sms = c.num_sms;
