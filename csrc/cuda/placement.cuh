@@ -69,6 +69,7 @@ class Indices {
   // The rank and token, as Source has them, of token number `index` among all ranks' tokens, which
   // is not of a rank before `rank`.
   __device__ Source Find(int32_t index, int32_t rank) const {
+#pragma unroll 1
     while (index >= first_token_[rank + 1]) ++rank;
     return {rank, index - first_token_[rank], 0};
   }
