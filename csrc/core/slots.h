@@ -19,7 +19,8 @@ JAX_EP_HOST_DEVICE int64_t AlignUp(int64_t value, int64_t alignment) {
 
 // Rows that an expert takes from its first row on, before clipping.
 JAX_EP_HOST_DEVICE int64_t ExpertRows(const Shape& shape, int64_t count) {
-  return shape.layout == Layout::kExpert ? AlignUp(count, shape.expert_alignment) : count;
+  const bool aligns = shape.layout == Layout::kExpert && shape.expert_alignment > 1;
+  return aligns ? AlignUp(count, shape.expert_alignment) : count;
 }
 
 // The part of rows [offset, offset + size) that lies below `capacity`.

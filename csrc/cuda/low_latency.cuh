@@ -6,6 +6,7 @@
 
 #include "csrc/core/slots.h"
 #include "csrc/cuda/copy.cuh"
+#include "csrc/cuda/divider.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/memory.cuh"
 #include "csrc/cuda/signal.cuh"
@@ -17,12 +18,8 @@
 // of a token follows the fence. docs/protocol.md has the argument.
 namespace jax_ep::cuda {
 
-inline constexpr int kLowLatencyThreads = 512;
-inline constexpr int kLowLatencyWarps = kLowLatencyThreads / 32;
 // Tokens that are told of after one fence.
-inline constexpr int kTokensPerFence = 8;
-
-static_assert(kTokensPerFence * kMaxTopk <= kLowLatencyThreads, "a thread for each pair");
+inline constexpr int kTokensPerFence = 5;
 
 // One of the buffers on all ranks, as a thread block of a low-latency operation uses it.
 class LowLatencyChannel {
@@ -42,20 +39,13 @@ class LowLatencyChannel {
   // A sender waits until every peer has left the operation that read this buffer last; not for
   // later operations, which use another or none. A receiver waits for nothing.
   __device__ __forceinline__ bool Enter() {
-    // All loads that depend on nothing are under way together.
-    const RankState& state = *workspace_.state;
-    Uses uses;
-#pragma unroll
-    for (uint32_t i = 0; i < kLowLatencyBuffers; ++i) uses[i] = LoadUse(state.buffers[i]);
-    const uint32_t last = __ldcg(&state.last_buffer);
-    uint32_t ticket[2] = {};
-    if (!split_.sends) {
-      ticket[0] = __ldcg(&split_.ticket[0]);
-      ticket[1] = __ldcg(&split_.ticket[1]);
+    __shared__ uint32_t ticket[2];
+    if (!split_.sends && threadIdx.x < 2) {
+      ticket[threadIdx.x] = __ldcg(&split_.ticket[threadIdx.x]);
     }
-    const bool entered = operation_.EnterIf([&] {
+    const bool entered = operation_.EnterIf([&](const RankState& state) {
       const bool starts = split_.sends && !split_.receives;
-      const bool deferred = starts ? !MayStay(uses) : !split_.sends && ticket[0] == kDeferred;
+      const bool deferred = starts ? !MayStay(state) : !split_.sends && ticket[0] == kDeferred;
       sends_ = split_.sends != deferred;
       if (starts && deferred) {
         data_ = {operation_.epoch(), operation_.tag()};
@@ -63,15 +53,16 @@ class LowLatencyChannel {
         return true;
       }
       if (sends_) {
-        TakeFree(uses, last);
-      } else if (!TakeGiven(uses, ticket)) {
+        TakeFree(state);
+      } else if (!TakeGiven(state, ticket)) {
         if (threadIdx.x == 0) {
-          operation_.Fail(Phase::kTicket, workspace_.rank, Pick(uses, buffer_).epoch, ticket[1]);
+          operation_.Fail(Phase::kTicket, workspace_.rank, state.buffers[buffer_].epoch,
+                          ticket[1]);
         }
         return false;
       }
       buffer_at_ = workspace_.at.buffers + buffer_ * workspace_.at.buffer_bytes;
-      return !sends_ || operation_.PeersLeft(Pick(uses, buffer_).read);
+      return !sends_ || operation_.PeersLeft(state.buffers[buffer_].read);
     });
     if (!entered || blockIdx.x != 0) return entered;
     for (int32_t peer = threadIdx.x; sends_ && peer < operation_.num_ranks();
@@ -112,14 +103,21 @@ class LowLatencyChannel {
   }
   __device__ __forceinline__ bool WaitWord(int32_t peer, const uint64_t* word, uint64_t seen,
                                            int32_t* value) {
-    const Equals awaited{data_.Encode(), Equals::kEpoch};
-    if (!awaited(seen)) seen = Wait(peer, word, awaited);
-    *value = static_cast<int32_t>(Signal::Decode(seen).tag);
-    return awaited(seen);
+    if (!Came(seen)) seen = Wait(peer, word, Equals{data_.Encode(), Equals::kEpoch});
+    *value = Value(seen);
+    return Came(seen);
+  }
+  // Whether a word is of this operation, and what it says then.
+  __device__ __forceinline__ bool Came(uint64_t word) const {
+    return Signal::Decode(word).epoch == data_.epoch;
+  }
+  static __device__ __forceinline__ int32_t Value(uint64_t word) {
+    return static_cast<int32_t>(Signal::Decode(word).tag);
   }
 
-  // Whether something that this thread has waited for did not come.
+  // Whether something that this thread has waited for did not come, or must not be believed.
   __device__ __forceinline__ bool lost() const { return lost_; }
+  __device__ __forceinline__ void Lose() { lost_ = true; }
 
   __device__ __forceinline__ LowLatencyControl* Control(int32_t rank) const {
     return reinterpret_cast<LowLatencyControl*>(Buffer(rank));
@@ -136,49 +134,30 @@ class LowLatencyChannel {
   }
 
  private:
-  using Uses = LowLatencyUse[kLowLatencyBuffers];
-
-  static __device__ __forceinline__ LowLatencyUse LoadUse(const LowLatencyUse& use) {
-    const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(&use));
-    return {loaded.x, loaded.y, loaded.z, loaded.w};
-  }
-
-  // One of them, by values: an index would put them into memory.
-  static __device__ __forceinline__ LowLatencyUse Pick(const Uses& uses, uint32_t buffer) {
-    LowLatencyUse use = uses[0];
-#pragma unroll
-    for (uint32_t i = 1; i < kLowLatencyBuffers; ++i) {
-      if (buffer == i) use = uses[i];
-    }
-    return use;
-  }
-
   // Whether one more operation may stay in flight: a buffer is left for others then.
-  static __device__ __forceinline__ bool MayStay(const Uses& uses) {
+  static __device__ __forceinline__ bool MayStay(const RankState& state) {
     uint32_t free = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kLowLatencyBuffers; ++i) free += !uses[i].in_flight;
+    for (const LowLatencyUse& use : state.buffers) free += !use.in_flight;
     return free > 1;
   }
 
   // Takes the free buffer that comes next after the one taken last; one always is free.
-  __device__ __forceinline__ void TakeFree(const Uses& uses, uint32_t last) {
+  __device__ __forceinline__ void TakeFree(const RankState& state) {
     data_ = {operation_.epoch(), operation_.tag()};
-    buffer_ = last;
-#pragma unroll
+    buffer_ = state.last_buffer;
     for (uint32_t i = 0; i < kLowLatencyBuffers; ++i) {
       buffer_ = buffer_ + 1 == kLowLatencyBuffers ? 0 : buffer_ + 1;
-      if (!Pick(uses, buffer_).in_flight) return;
+      if (!state.buffers[buffer_].in_flight) return;
     }
   }
 
   // Takes that of the ticket; false if it is not in flight there.
-  __device__ __forceinline__ bool TakeGiven(const Uses& uses, const uint32_t (&ticket)[2]) {
+  __device__ __forceinline__ bool TakeGiven(const RankState& state, const uint32_t (&ticket)[2]) {
     // A done's number is one above that of its start.
     data_ = {ticket[1], operation_.tag() - (1u << Signal::kOpShift)};
     const bool exists = ticket[0] < kLowLatencyBuffers;
     buffer_ = exists ? ticket[0] : 0;
-    const LowLatencyUse use = Pick(uses, buffer_);
+    const LowLatencyUse& use = state.buffers[buffer_];
     return exists && use.in_flight && use.epoch == data_.epoch && use.tag == data_.tag;
   }
 
@@ -227,20 +206,6 @@ __device__ __forceinline__ uint32_t PayloadSite(const MoveArgs& args) {
          static_cast<uint32_t>(args.num_leaves);
 }
 
-// Those of items 0 to `count` of which `wanted` holds, in order, by one warp; returns their number.
-template <typename Wanted>
-__device__ __forceinline__ int32_t Select(int32_t count, int32_t* selected, Wanted wanted) {
-  const int32_t lane = threadIdx.x % 32;
-  int32_t found = 0;
-  for (int32_t base = 0; base < count; base += 32) {
-    const bool mine = base + lane < count && wanted(base + lane);
-    const uint32_t all = __ballot_sync(~0u, mine);
-    if (mine) selected[found + __popc(all & ((1u << lane) - 1))] = base + lane;
-    found += __popc(all);
-  }
-  return found;
-}
-
 // Tells of what the team has put in place: `tell(i)`, for i from 0 to `count`, stores the words for
 // it. One warp fences while the others go on.
 template <typename Tell>
@@ -251,50 +216,49 @@ __device__ __forceinline__ void Publish(const Team& team, int32_t count, Tell te
   for (int32_t i = team.thread(); i < count; i += 32) tell(i);
 }
 
-// Copies rows 0 to `count` of `bytes` by `num_warps` warps, of which this is number `warp`.
-// `from(row)` is where a row lies, `to(row, k)`, for k from 0 to `most`, its places, null for none.
-// A warp loads `kUnroll` pieces of 32 vectors before it stores the first.
-template <typename V, int kUnroll, typename From, typename To>
-__device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t most,
-                                           int32_t warp, int32_t num_warps, From from, To to) {
+// Copies rows 0 to `count` of `bytes` by a team's warps, of which this is number `warp`. `from(row)`
+// is where a row lies, `to(row, n)`, for n from 0 to `places(row)`, where it goes. A warp loads
+// `kUnroll` pieces of 32 vectors before it stores the first.
+template <typename V, int kUnroll, typename From, typename Places, typename To>
+__device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t warp,
+                                           int32_t num_warps, From from, Places places, To to) {
   const int32_t lane = threadIdx.x % 32;
   const auto vectors = static_cast<int32_t>(bytes / static_cast<int64_t>(sizeof(V)));
-  const int32_t row_pieces = (vectors + 31) / 32;
-  const int32_t pieces = count * row_pieces;
+  const Divider row_pieces((vectors + 31) / 32);
+  const int32_t pieces = count * ((vectors + 31) / 32);
 #pragma unroll 1
   for (int32_t first = warp; first < pieces; first += kUnroll * num_warps) {
     V values[kUnroll];
+    int32_t rows[kUnroll];
+    int32_t indices[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int32_t piece = first + u * num_warps;
-      const int32_t index = piece % row_pieces * 32 + lane;
-      if (piece < pieces && index < vectors) {
-        values[u] = Load(reinterpret_cast<const V*>(from(piece / row_pieces)) + index);
-      }
+      rows[u] = row_pieces.Quotient(piece);
+      indices[u] = row_pieces.Remainder(piece) * 32 + lane;
+      if (piece >= pieces || indices[u] >= vectors) rows[u] = -1;
+      if (rows[u] >= 0) values[u] = Load(reinterpret_cast<const V*>(from(rows[u])) + indices[u]);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int32_t piece = first + u * num_warps;
-      const int32_t index = piece % row_pieces * 32 + lane;
-      if (piece >= pieces || index >= vectors) continue;
+      const int32_t copies = rows[u] >= 0 ? places(rows[u]) : 0;
 #pragma unroll 1
-      for (int32_t k = 0; k < most; ++k) {
-        std::byte* const place = to(piece / row_pieces, k);
-        if (place != nullptr) Store(reinterpret_cast<V*>(place) + index, values[u]);
+      for (int32_t n = 0; n < copies; ++n) {
+        Store(reinterpret_cast<V*>(to(rows[u], n)) + indices[u], values[u]);
       }
     }
   }
 }
 
 // The same by vectors of 16 bytes if `alignment`, the bits of all addresses and sizes, allows it.
-template <typename From, typename To>
+template <typename From, typename Places, typename To>
 __device__ __forceinline__ void CopyRows(int32_t count, int64_t bytes, uintptr_t alignment,
-                                         int32_t most, int32_t warp, int32_t num_warps,
-                                         From from, To to) {
+                                         int32_t warp, int32_t num_warps, From from,
+                                         Places places, To to) {
   if (alignment % 16 == 0) {
-    CopyRowsBy<uint4, 4>(count, bytes, most, warp, num_warps, from, to);
+    CopyRowsBy<uint4, 4>(count, bytes, warp, num_warps, from, places, to);
   } else {
-    CopyRowsBy<uint8_t, 1>(count, bytes, most, warp, num_warps, from, to);
+    CopyRowsBy<uint8_t, 1>(count, bytes, warp, num_warps, from, places, to);
   }
 }
 

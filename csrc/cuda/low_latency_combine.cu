@@ -17,8 +17,8 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kThreads = kLowLatencyThreads;
-constexpr int kWarps = kLowLatencyWarps;
+constexpr int kWarps = 16;
+constexpr int kThreads = kWarps * 32;
 
 // A row that enters a sum.
 template <typename Acc>
@@ -42,6 +42,20 @@ struct Shared {
   int32_t chosen[kThreads];  // those of the batch's tokens that have terms
   int32_t num_chosen;
 };
+
+// Those of items 0 to `count` of which `wanted` holds, in order, by one warp; returns their number.
+template <typename Wanted>
+__device__ __forceinline__ int32_t Select(int32_t count, int32_t* selected, Wanted wanted) {
+  const int32_t lane = threadIdx.x % 32;
+  int32_t found = 0;
+  for (int32_t base = 0; base < count; base += 32) {
+    const bool mine = base + lane < count && wanted(base + lane);
+    const uint32_t all = __ballot_sync(~0u, mine);
+    if (mine) selected[found + __popc(all & ((1u << lane) - 1))] = base + lane;
+    found += __popc(all);
+  }
+  return found;
+}
 
 // Puts the terms of a batch of `count` tokens in their order: by rank, and in a rank by k. `key` is
 // the rank of this thread's pair, num_ranks if it has no row, `slot` its row on this rank. Pairs of

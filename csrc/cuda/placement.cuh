@@ -14,8 +14,11 @@
 // words: an Operation, or a LowLatencyChannel.
 namespace jax_ep::cuda {
 
+// Sent for an index that is neither an expert nor -1, after this rank has failed and said so.
+inline constexpr int32_t kBadIndex = -2;
+
 // Sends this rank's indices to every rank: thread `thread` of `num_threads`. `words(peer)` is where
-// the peer has those of this rank, [T, K]. Where an index names no expert, -1 is sent.
+// the peer has those of this rank, [T, K].
 template <typename Channel, typename Words>
 __device__ void SendIndices(const Common& common, const int32_t* topk_idx, Operation& operation,
                             const Channel& channel, int64_t thread, int64_t num_threads,
@@ -25,7 +28,7 @@ __device__ void SendIndices(const Common& common, const int32_t* topk_idx, Opera
   auto checked = [&](int32_t expert) {
     if (expert >= -1 && expert < shape.num_experts) return channel.Word(expert);
     operation.Fail(Phase::kInput, common.workspace.rank, shape.num_experts, expert);
-    return channel.Word(-1);
+    return channel.Word(kBadIndex);
   };
   // By two, as far as all addresses allow it: a rank's part begins at the same offset everywhere.
   const uintptr_t mine = reinterpret_cast<uintptr_t>(words(common.workspace.rank));
@@ -84,7 +87,7 @@ class Indices {
   __device__ uint64_t Load(const Source& source) const {
     return ptx::LoadRelaxedSys(words_ + Entry(source));
   }
-  // -1 if it did not come; the operation has failed then.
+  // Less than 0 if it has none, or did not come; the operation has failed then.
   __device__ int32_t Expert(const Source& source, uint64_t loaded) const {
     int32_t expert;
     return channel_.WaitWord(source.rank, words_ + Entry(source), loaded, &expert) ? expert : -1;
@@ -98,39 +101,44 @@ class Indices {
 };
 
 // In layouts expert and padded: this rank's sizes, and each expert's first row in `offsets`,
-// clipped at capacity, beyond which rows do not matter. `offsets` may be `counts`. One warp a rank.
+// clipped at capacity, beyond which rows do not matter. `offsets` may be `counts`. One warp a rank, a
+// lane a few neighbouring experts.
 __device__ __forceinline__ void PlaceExperts(const Team& team, const Common& common,
                                              const Routing& routing, const int32_t* counts,
                                              int32_t* offsets) {
   const Shape& shape = common.shape;
   const int32_t num_local = shape.num_local_experts();
   const int32_t lane = threadIdx.x % 32;
+  const int32_t each = (num_local + 31) / 32;
+  const int32_t begin = min(num_local, lane * each);
+  const int32_t end = min(num_local, begin + each);
   for (int32_t rank = team.warp(); rank < shape.num_ranks; rank += team.num_warps()) {
     const bool writes = blockIdx.x == 0 && rank == common.workspace.rank;
-    int64_t offset = 0;
+    const int32_t* const its_counts = counts + rank * num_local;
+    int64_t mine = 0;
+    for (int32_t local = begin; local < end; ++local) mine += ExpertRows(shape, its_counts[local]);
+    int64_t first = mine;  // inclusive prefix sum over the warp
+    for (int32_t delta = 1; delta < 32; delta *= 2) {
+      const int64_t below = __shfl_up_sync(~0u, first, delta);
+      if (lane >= delta) first += below;
+    }
+    first -= mine;
     int32_t num_rows = 0;
     int32_t num_dropped = 0;
-    for (int32_t begin = 0; begin < num_local; begin += 32) {
-      const int32_t local = begin + lane;
-      const int32_t count = local < num_local ? counts[rank * num_local + local] : 0;
+    for (int32_t local = begin; local < end; ++local) {
+      const int32_t count = its_counts[local];
       const int64_t rows = ExpertRows(shape, count);
-      int64_t end = rows;  // inclusive prefix sum over the warp
-      for (int32_t delta = 1; delta < 32; delta *= 2) {
-        const int64_t below = __shfl_up_sync(~0u, end, delta);
-        if (lane >= delta) end += below;
-      }
-      const int64_t first = shape.layout == Layout::kPadded ? 0 : offset + end - rows;
-      offset += __shfl_sync(~0u, end, 31);
-      if (local >= num_local) continue;
-      const int64_t size = ClippedSize(first, rows, shape.capacity);
+      if (shape.layout == Layout::kPadded) first = 0;
       offsets[rank * num_local + local] =
           static_cast<int32_t>(first < shape.capacity ? first : shape.capacity);
       if (writes) {
+        const int64_t size = ClippedSize(first, rows, shape.capacity);
         routing.group_sizes[local] = static_cast<int32_t>(size);
         routing.expert_counts[local] = count;
         num_rows += static_cast<int32_t>(size);
         num_dropped += count - static_cast<int32_t>(ClippedSize(first, count, shape.capacity));
       }
+      first += rows;
     }
     if (!writes) continue;
     num_rows = __reduce_add_sync(~0u, num_rows);

@@ -15,6 +15,10 @@
 // for the token in place in this epoch.
 namespace jax_ep::cuda {
 
+__device__ __forceinline__ Control* ControlOf(const Workspace& workspace, int32_t rank) {
+  return reinterpret_cast<Control*>(workspace.base[rank]);
+}
+
 // A signal word: epoch, and what is being run.
 struct Signal {
   static constexpr int kOpShift = 28;  // of the tag; below it is what the ranks must agree on
@@ -55,6 +59,66 @@ struct HasLeft {
   __device__ __forceinline__ uint64_t ForError() const { return epoch; }
 };
 
+// How an operation fails. These are no members of Operation: what is not inlined would force that out
+// of registers.
+
+// Notes a rank's first failure for the host, and tells all ranks, itself included.
+inline __device__ __noinline__ void Fail(const Workspace& workspace, Op op, Phase phase,
+                                         int32_t peer, uint64_t expected, uint64_t seen) {
+  if (atomicExch(&workspace.state->reported, 1u) != 0) return;
+  ErrorRecord* error = workspace.error;
+  error->op = static_cast<int32_t>(op);
+  error->phase = static_cast<int32_t>(phase);
+  error->rank = workspace.rank;
+  error->peer = peer;
+  error->expected = expected;
+  error->seen = seen;
+  ptx::FenceSys();
+  *reinterpret_cast<volatile int32_t*>(&error->set) = 1;
+  const uint32_t failed = phase == Phase::kPeerFailed ? peer + 1 : workspace.rank + 1;
+  for (int32_t rank = 0; rank < workspace.layout.num_ranks; ++rank) {
+    *reinterpret_cast<volatile uint32_t*>(&ControlOf(workspace, rank)->failed) = failed;
+  }
+  ptx::FenceSys();
+}
+
+// Whether this rank has given up, now or before, or a peer has: nothing may be believed any more.
+__device__ __forceinline__ bool Failed(const Workspace& workspace, Op op) {
+  const Control* const own = ControlOf(workspace, workspace.rank);
+  const uint32_t failed = *reinterpret_cast<const volatile uint32_t*>(&own->failed);
+  const int32_t rank = static_cast<int32_t>(failed) - 1;
+  if (failed != 0 && rank != workspace.rank) Fail(workspace, op, Phase::kPeerFailed, rank, 0, 0);
+  return failed != 0;
+}
+
+__device__ __forceinline__ bool Expired(const Workspace& workspace, Op op, uint64_t start) {
+  return ptx::GlobalTimer() - start > workspace.timeout_ns || Failed(workspace, op);
+}
+
+// Waits until `awaited` holds of a word that `peer` writes, and gives what the word is at the end:
+// `awaited` does not hold of that if it must not be believed. `begun` is the word by which the peer
+// says what it runs: if that is not `mine`, in the same epoch, waiting is in vain.
+// Not inlined: a kernel that runs for microseconds takes as long as its instructions take to load.
+template <typename Awaited>
+__device__ __noinline__ uint64_t Poll(const Workspace& workspace, Op op, Phase phase,
+                                      int32_t peer, const uint64_t* word, Awaited awaited,
+                                      const uint64_t* begun, Signal mine) {
+  const uint64_t start = ptx::GlobalTimer();
+  while (true) {
+    const uint64_t seen = ptx::LoadAcquireSys(word);
+    if (awaited(seen)) return seen;
+    const Signal running = Signal::Decode(*reinterpret_cast<const volatile uint64_t*>(begun));
+    if (running.epoch == mine.epoch && running.tag != mine.tag) {
+      Fail(workspace, op, Phase::kMismatch, peer, mine.tag, running.tag);
+      return seen;
+    }
+    if (Expired(workspace, op, start)) {
+      Fail(workspace, op, phase, peer, awaited.ForError(), seen);
+      return seen;
+    }
+  }
+}
+
 // One operation in flight, as one thread block sees it. `site` is what the ranks must agree on.
 class Operation {
  public:
@@ -66,7 +130,7 @@ class Operation {
              (site & ((1u << Signal::kOpShift) - 1))) {}
 
   __device__ __forceinline__ Control* Of(int32_t rank) const {
-    return reinterpret_cast<Control*>(workspace_.base[rank]);
+    return ControlOf(workspace_, rank);
   }
   __device__ __forceinline__ Control* Own() const { return Of(workspace_.rank); }
   __device__ __forceinline__ int32_t num_ranks() const { return workspace_.layout.num_ranks; }
@@ -78,15 +142,24 @@ class Operation {
   // the group is closed or has failed: then outputs are to be poisoned and nothing else is to be
   // touched. All threads of the block call it.
   __device__ __forceinline__ bool Enter() {
-    return EnterIf([this] { return PeersLeft(epoch_ - 1); });
+    return EnterIf([this](const RankState&) { return PeersLeft(epoch_ - 1); });
   }
 
-  // The same, with `check` for what a thread waits for.
+  // The same, with `check` for what a thread waits for; it is given the rank's state.
   template <typename Check>
   __device__ __forceinline__ bool EnterIf(Check check) {
-    const RankState& state = *workspace_.state;
-    epoch_ = __ldcg(&state.epoch) + 1;
-    if (__ldcg(&state.group) != workspace_.group) return false;  // the same for all threads
+    // Once for all threads: loads of the same words by all of a grid's queue up for a microsecond.
+    __shared__ RankState state;
+    if (threadIdx.x < sizeof(state) / sizeof(uint4)) {
+      reinterpret_cast<uint4*>(&state)[threadIdx.x] =
+          __ldcg(reinterpret_cast<const uint4*>(workspace_.state) + threadIdx.x);
+    }
+    const bool last = threadIdx.x + 1 == blockDim.x;
+    const int32_t subgroup = last ? __ldg(&position_[0]) : 0;
+    const int32_t rank = last ? __ldg(&position_[1]) : 0;
+    __syncthreads();
+    epoch_ = state.epoch + 1;
+    if (state.group != workspace_.group) return false;  // its workspace may be gone
     const uint64_t word = Signal{epoch_, tag_}.Encode();
     if (blockIdx.x == 0) {
       for (int32_t peer = threadIdx.x; peer < num_ranks(); peer += blockDim.x) {
@@ -94,14 +167,12 @@ class Operation {
       }
     }
     bool good = true;
-    if (threadIdx.x + 1 == blockDim.x) {
-      const int32_t subgroup = __ldg(&position_[0]);
-      const int32_t rank = __ldg(&position_[1]);
+    if (last) {
       good = subgroup == workspace_.subgroup && rank == workspace_.rank;
       if (!good) Fail(Phase::kPosition, subgroup, workspace_.rank, rank);
       good &= !Failed();
     }
-    good &= check();
+    good &= check(state);
     return __syncthreads_and(good);
   }
 
@@ -160,7 +231,7 @@ class Operation {
       const uint64_t start = ptx::GlobalTimer();
       uint32_t seen;
       while ((seen = ptx::LoadAcquireGpu(barrier)) < gridDim.x) {
-        if (!Expired(start)) continue;
+        if (!Expired(workspace_, op_, start)) continue;
         Fail(Phase::kBarrier, workspace_.rank, gridDim.x, seen);
         break;
       }
@@ -197,42 +268,20 @@ class Operation {
     }
   }
 
-  // Whether this rank has given up, now or before, or a peer has: nothing may be believed any more.
-  __device__ __forceinline__ bool Failed() {
-    const uint32_t failed = *reinterpret_cast<volatile uint32_t*>(&Own()->failed);
-    const int32_t rank = static_cast<int32_t>(failed) - 1;
-    if (failed != 0 && rank != workspace_.rank) Fail(Phase::kPeerFailed, rank, 0, 0);
-    return failed != 0;
+  __device__ __forceinline__ bool Failed() const { return cuda::Failed(workspace_, op_); }
+  __device__ __forceinline__ void Fail(Phase phase, int32_t peer, uint64_t expected,
+                                       uint64_t seen) const {
+    cuda::Fail(workspace_, op_, phase, peer, expected, seen);
   }
 
-  // Notes this rank's first failure for the host, and tells all ranks, itself included.
-  __device__ __noinline__ void Fail(Phase phase, int32_t peer, uint64_t expected, uint64_t seen) {
-    if (atomicExch(&workspace_.state->reported, 1u) != 0) return;
-    ErrorRecord* error = workspace_.error;
-    error->op = static_cast<int32_t>(op_);
-    error->phase = static_cast<int32_t>(phase);
-    error->rank = workspace_.rank;
-    error->peer = peer;
-    error->expected = expected;
-    error->seen = seen;
-    ptx::FenceSys();
-    *reinterpret_cast<volatile int32_t*>(&error->set) = 1;
-    const uint32_t failed = phase == Phase::kPeerFailed ? peer + 1 : workspace_.rank + 1;
-    for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-      *reinterpret_cast<volatile uint32_t*>(&Of(rank)->failed) = failed;
-    }
-    ptx::FenceSys();
-  }
-
-  // Waits until `awaited` holds of a word that `peer` writes, and gives what the word is at the end:
-  // `awaited` does not hold of that if it must not be believed. `begun` is the word by which the
-  // peer says what it runs: if that is not `mine`, in the same epoch, waiting is in vain.
+  // As Poll, which is called where the word is not there yet.
   template <typename Awaited>
   __device__ __forceinline__ uint64_t WaitUntil(Phase phase, int32_t peer, const uint64_t* word,
                                                 const Awaited& awaited, const uint64_t* begun,
-                                                const Signal& mine) {
+                                                const Signal& mine) const {
     const uint64_t seen = ptx::LoadAcquireSys(word);
-    return awaited(seen) ? seen : Poll(phase, peer, word, awaited, begun, mine);
+    return awaited(seen) ? seen
+                         : Poll(workspace_, op_, phase, peer, word, awaited, begun, mine);
   }
 
  private:
@@ -243,34 +292,10 @@ class Operation {
            int64_t{from} * layout.max_tokens_per_rank + token;
   }
 
-  __device__ __forceinline__ bool Expired(uint64_t start) {
-    return ptx::GlobalTimer() - start > workspace_.timeout_ns || Failed();
-  }
-
   template <typename Awaited>
   __device__ __forceinline__ uint64_t WaitUntil(Phase phase, int32_t peer, const uint64_t* word,
-                                                const Awaited& awaited) {
+                                                const Awaited& awaited) const {
     return WaitUntil(phase, peer, word, awaited, &Own()->running[peer], Signal{epoch_, tag_});
-  }
-
-  // Not inlined: a kernel that runs for microseconds takes as long as its instructions take to load.
-  template <typename Awaited>
-  __device__ __noinline__ uint64_t Poll(Phase phase, int32_t peer, const uint64_t* word,
-                                        Awaited awaited, const uint64_t* begun, Signal mine) {
-    const uint64_t start = ptx::GlobalTimer();
-    while (true) {
-      const uint64_t seen = ptx::LoadAcquireSys(word);
-      if (awaited(seen)) return seen;
-      const Signal running = Signal::Decode(*reinterpret_cast<const volatile uint64_t*>(begun));
-      if (running.epoch == mine.epoch && running.tag != mine.tag) {
-        Fail(Phase::kMismatch, peer, mine.tag, running.tag);
-        return seen;
-      }
-      if (Expired(start)) {
-        Fail(phase, peer, awaited.ForError(), seen);
-        return seen;
-      }
-    }
   }
 
   const Workspace& workspace_;
