@@ -18,9 +18,6 @@
 // of a token follows the fence. docs/protocol.md has the argument.
 namespace jax_ep::cuda {
 
-// Tokens that are told of after one fence.
-inline constexpr int kTokensPerFence = 5;
-
 // One of the buffers on all ranks, as a thread block of a low-latency operation uses it.
 class LowLatencyChannel {
  public:

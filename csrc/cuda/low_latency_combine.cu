@@ -3,6 +3,7 @@
 #include "csrc/core/dtype.h"
 #include "csrc/core/slots.h"
 #include "csrc/cuda/copy.cuh"
+#include "csrc/cuda/divider.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/low_latency.cuh"
@@ -13,12 +14,18 @@
 
 // combine for few tokens, with the same sums: every rank pushes its partial sum for each token of
 // the other ranks into the token's rank, which adds up the partial sums in rank order, its own
-// among them. A block sums a token with all its warps, a vector a lane.
+// among them. A warp finds out which terms a token's sum has; then a block sums the tokens of a
+// batch with all its warps, a vector a lane.
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
+// The most tokens of a batch, and pairs.
+constexpr int kBatch = kWarps / 2;
+constexpr int kBatchPairs = 256;
+
+static_assert(kBatchPairs >= kMaxTopk);
 
 // A row that enters a sum.
 template <typename Acc>
@@ -33,75 +40,107 @@ struct Term {
   Acc weight;
 };
 
-// What a block has in shared memory, of a batch of tokens with a thread for each pair.
+// Tokens that are summed together, in shared memory.
 template <typename Acc>
-struct Shared {
-  int32_t keys[kThreads];     // [tokens, K]: the rank that a pair's term is of; num_ranks for none
-  Term<Acc> terms[kThreads];  // [tokens, K]: of each token first those that there are
-  int32_t num_terms[kThreads];
-  int32_t chosen[kThreads];  // those of the batch's tokens that have terms
-  int32_t num_chosen;
+struct Batch {
+  int32_t ranks[kBatch];   // whose token it is, and who gets the sum
+  int32_t tokens[kBatch];  // its number there
+  int32_t num_terms[kBatch];
+  Term<Acc> terms[kBatchPairs];  // [tokens, K]: of each token first those that there are
+  int32_t keys[kBatchPairs];     // [tokens, K]: the rank that a pair's term is of; num_ranks for none
 };
 
-// Those of items 0 to `count` of which `wanted` holds, in order, by one warp; returns their number.
-template <typename Wanted>
-__device__ __forceinline__ int32_t Select(int32_t count, int32_t* selected, Wanted wanted) {
-  const int32_t lane = threadIdx.x % 32;
-  int32_t found = 0;
-  for (int32_t base = 0; base < count; base += 32) {
-    const bool mine = base + lane < count && wanted(base + lane);
-    const uint32_t all = __ballot_sync(~0u, mine);
-    if (mine) selected[found + __popc(all & ((1u << lane) - 1))] = base + lane;
-    found += __popc(all);
-  }
-  return found;
-}
-
-// Puts the terms of a batch of `count` tokens in their order: by rank, and in a rank by k. `key` is
-// the rank of this thread's pair, num_ranks if it has no row, `slot` its row on this rank. Pairs of
-// another rank have one term together. Returns whether this thread's pair has a term of its own.
+// What a block has in shared memory: two of each, one is read while the next is written.
 template <typename Acc>
-__device__ bool OrderTerms(const MoveArgs& args, int32_t count, int32_t key, int32_t slot,
-                           Shared<Acc>& shared) {
+struct Shared {
+  Batch<Acc> sent[2];
+  Batch<Acc> received[2];
+};
+
+// Puts the terms of the batch's token `i` in their order: by rank, and in a rank by k. By one warp.
+// `find(k, &slot)` gives the rank of a pair, num_ranks if it has no row, and its row on this rank.
+// Pairs of another rank have one term together.
+template <typename Acc, typename Find>
+__device__ __forceinline__ void OrderTerms(const MoveArgs& args, Batch<Acc>& batch, int32_t i,
+                                           Find find) {
   using Kind = typename Term<Acc>::Kind;
+  constexpr int kLanePairs = kMaxTopk / 32;
   const int32_t num_topk = args.common.shape.num_topk;
   const int32_t none = args.common.shape.num_ranks;
   const int32_t rank = args.common.workspace.rank;
-  const int32_t pair = threadIdx.x;
-  const int32_t first = pair - pair % num_topk;
-  const bool in_batch = pair < count * num_topk;
-  if (in_batch) shared.keys[pair] = key;
-  __syncthreads();
-  bool again = false;
-  for (int32_t other = first; in_batch && other < pair; ++other) {
-    again |= shared.keys[other] == key;
+  const int32_t lane = threadIdx.x % 32;
+  int32_t* const its_keys = batch.keys + i * num_topk;
+  int32_t keys[kLanePairs];
+  int32_t slots[kLanePairs];
+  Acc weights[kLanePairs];
+#pragma unroll
+  for (int p = 0; p < kLanePairs; ++p) {
+    const int32_t k = p * 32 + lane;
+    keys[p] = none;
+    if (k >= num_topk) continue;
+    its_keys[k] = keys[p] = find(k, &slots[p]);
+    if (keys[p] == rank) weights[p] = RowWeight<Acc>(args, slots[p]);
   }
-  __syncthreads();
-  if (again && key != rank) shared.keys[pair] = key = none;
-  __syncthreads();
-  int32_t position = 0;
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < kLanePairs; ++p) {
+    if (keys[p] == none || keys[p] == rank) continue;
+#pragma unroll 2
+    for (int32_t other = 0; other < p * 32 + lane; ++other) {
+      if (its_keys[other] == keys[p]) keys[p] = none;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int p = 0; p < kLanePairs; ++p) {
+    if (p * 32 + lane < num_topk) its_keys[p * 32 + lane] = keys[p];
+  }
+  __syncwarp();
   int32_t num_terms = 0;
-  bool last = true;
-  for (int32_t other = first; in_batch && other < first + num_topk; ++other) {
-    const int32_t its = shared.keys[other];
-    position += its < key || (its == key && other < pair);
-    num_terms += its != none;
-    last &= its != key || other <= pair;
+#pragma unroll
+  for (int p = 0; p < kLanePairs; ++p) {
+    const int32_t k = p * 32 + lane;
+    if (p > 0 && num_topk <= p * 32) break;
+    int32_t position = 0;
+    bool last = true;
+    num_terms = 0;
+#pragma unroll 2
+    for (int32_t other = 0; other < num_topk; ++other) {
+      const int32_t its = its_keys[other];
+      position += its < keys[p] || (its == keys[p] && other < k);
+      num_terms += its != none;
+      last &= its != keys[p] || other <= k;
+    }
+    if (keys[p] == none) continue;
+    Term<Acc> term{keys[p], Kind::kPartial, 1};
+    if (keys[p] == rank) term = {slots[p], last ? Kind::kLastRow : Kind::kRow, weights[p]};
+    batch.terms[i * num_topk + position] = term;
   }
-  if (in_batch && key != none) {
-    Term<Acc> term{key, Kind::kPartial, 1};
-    if (key == rank) term = {slot, last ? Kind::kLastRow : Kind::kRow, RowWeight<Acc>(args, slot)};
-    shared.terms[first + position] = term;
-  }
-  if (in_batch && pair == first) shared.num_terms[pair / num_topk] = num_terms;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    const int32_t chosen = Select(count, shared.chosen,
-                                  [&](int32_t i) { return shared.num_terms[i] != 0; });
-    if (threadIdx.x == 0) shared.num_chosen = chosen;
-  }
-  return in_batch && key != none;
+  if (lane == 0) batch.num_terms[i] = num_terms;
+  __syncwarp();
 }
+
+// Those of a batch's `count` tokens that get a sum, in order: that have terms, or all.
+class Chosen {
+ public:
+  template <typename Acc>
+  __device__ __forceinline__ Chosen(const Batch<Acc>& batch, int32_t count, bool all) {
+    static_assert(kBatch <= 8, "four bits for each");
+    const int32_t lane = threadIdx.x % 32;
+    uint32_t left = __ballot_sync(~0u, lane < count && (all || batch.num_terms[lane] > 0));
+    count_ = __popc(left);
+    for (int32_t j = 0; left != 0; left &= left - 1, ++j) packed_ |= (__ffs(left) - 1) << (4 * j);
+  }
+  __device__ __forceinline__ int32_t count() const { return count_; }
+  // Of the j-th one the place in the batch.
+  __device__ __forceinline__ int32_t operator()(int32_t j) const {
+    return static_cast<int32_t>(packed_ >> (4 * j) & 15);
+  }
+
+ private:
+  uint32_t packed_ = 0;
+  int32_t count_;
+};
 
 // Where a term's row of `leaf` lies, for a sum that token `token` of this rank gets.
 template <typename Acc>
@@ -143,22 +182,31 @@ struct Sum {
   }
 };
 
-// The sums of a leaf for `count` of the batch's tokens: `chosen` has their places in the batch,
-// `token(i)` is the i-th one's number, `out(i)` where its sum goes.
-template <typename T, typename Token, typename Out>
-__device__ void SumVectors(const MoveArgs& args, const LowLatencyChannel& channel,
-                           const Leaf& leaf, const Shared<typename T::Acc>& shared,
-                           const int32_t* chosen, int32_t count, Token token, Out out) {
+// Where a batch's token `i` gets its sum of `leaf`: the operands, or its rank's buffer.
+template <typename Acc>
+__device__ __forceinline__ std::byte* SumOf(const MoveArgs& args, const LowLatencyChannel& channel,
+                                            const Leaf& leaf, const Batch<Acc>& batch, int32_t i) {
+  const int32_t rank = args.common.workspace.rank;
+  if (batch.ranks[i] == rank) return leaf.tokens + batch.tokens[i] * leaf.row_bytes;
+  return channel.Row(batch.ranks[i], rank, batch.tokens[i]) + leaf.staging_offset;
+}
+
+// The sums of a leaf for the chosen ones of a batch.
+template <typename T>
+__device__ __forceinline__ void SumVectors(const MoveArgs& args, const LowLatencyChannel& channel,
+                                           const Leaf& leaf, const Batch<typename T::Acc>& batch,
+                                           const Chosen& chosen) {
   using Acc = typename T::Acc;
   constexpr int kElements = kVectorElements<T>;
   // Vectors and terms of a lane that are under way together.
   constexpr int kUnroll = kElements > 8 ? 1 : 2;
-  constexpr int kTerms = 4;
+  constexpr int kTerms = kElements > 8 ? 2 : 4;
   const int32_t num_topk = args.common.shape.num_topk;
   const int32_t lane = threadIdx.x % 32;
   const auto vectors = static_cast<int32_t>(leaf.row_bytes / 16);
-  const int32_t row_pieces = (vectors + 31) / 32;
-  const int32_t pieces = count * row_pieces;
+  const Divider row_pieces((vectors + 31) / 32);
+  const int32_t pieces = chosen.count() * ((vectors + 31) / 32);
+#pragma unroll 1
   for (int32_t first = threadIdx.x / 32; first < pieces; first += kUnroll * kWarps) {
     const Term<Acc>* terms[kUnroll];
     int32_t num_terms[kUnroll];
@@ -168,13 +216,14 @@ __device__ void SumVectors(const MoveArgs& args, const LowLatencyChannel& channe
     Sum<T, kElements> sums[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int32_t piece = first + u * kWarps;
-      row[u] = min(piece / row_pieces, count - 1);
-      index[u] = piece % row_pieces * 32 + lane;
-      terms[u] = shared.terms + chosen[row[u]] * num_topk;
-      num_terms[u] = piece < pieces ? shared.num_terms[chosen[row[u]]] : 0;
+      const int32_t piece = min(first + u * kWarps, pieces - 1);
+      row[u] = chosen(row_pieces.Quotient(piece));
+      index[u] = row_pieces.Remainder(piece) * 32 + lane;
+      terms[u] = batch.terms + row[u] * num_topk;
+      num_terms[u] = first + u * kWarps < pieces ? batch.num_terms[row[u]] : 0;
       most = max(most, num_terms[u]);
     }
+#pragma unroll 1
     for (int32_t begin = 0; begin < most; begin += kTerms) {
       uint4 loaded[kUnroll][kTerms];
 #pragma unroll
@@ -183,7 +232,7 @@ __device__ void SumVectors(const MoveArgs& args, const LowLatencyChannel& channe
         for (int t = 0; t < kTerms; ++t) {
           if (begin + t >= num_terms[u] || index[u] >= vectors) continue;
           const std::byte* const from =
-              RowOf(args, channel, leaf, terms[u][begin + t], token(row[u]));
+              RowOf(args, channel, leaf, terms[u][begin + t], batch.tokens[row[u]]);
           loaded[u][t] = Load(reinterpret_cast<const uint4*>(from) + index[u]);
         }
       }
@@ -204,153 +253,156 @@ __device__ void SumVectors(const MoveArgs& args, const LowLatencyChannel& channe
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (first + u * kWarps >= pieces || index[u] >= vectors) continue;
-      Store(reinterpret_cast<uint4*>(out(row[u])) + index[u], Pack<T>(sums[u].total));
+      std::byte* const to = SumOf(args, channel, leaf, batch, row[u]);
+      Store(reinterpret_cast<uint4*>(to) + index[u], Pack<T>(sums[u].total));
     }
   }
 }
 
 // The same for rows of any alignment, an element a lane.
-template <typename T, typename Token, typename Out>
-__device__ void SumElements(const MoveArgs& args, const LowLatencyChannel& channel,
-                            const Leaf& leaf, const Shared<typename T::Acc>& shared,
-                            const int32_t* chosen, int32_t count, Token token, Out out) {
+template <typename T>
+__device__ __forceinline__ void SumElements(const MoveArgs& args,
+                                            const LowLatencyChannel& channel, const Leaf& leaf,
+                                            const Batch<typename T::Acc>& batch,
+                                            const Chosen& chosen) {
   using Acc = typename T::Acc;
   using Storage = typename T::Storage;
   const auto elements =
       static_cast<int32_t>(leaf.row_bytes / static_cast<int64_t>(sizeof(Storage)));
-  for (int32_t i = threadIdx.x; i < count * elements; i += kThreads) {
-    const int32_t row = i / elements;
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < chosen.count() * elements; i += kThreads) {
+    const int32_t row = chosen(i / elements);
     const int32_t index = i % elements;
-    const Term<Acc>* const terms = shared.terms + chosen[row] * args.common.shape.num_topk;
+    const Term<Acc>* const terms = batch.terms + row * args.common.shape.num_topk;
     Sum<T, 1> sum;
-    for (int32_t t = 0; t < shared.num_terms[chosen[row]]; ++t) {
-      const std::byte* const from = RowOf(args, channel, leaf, terms[t], token(row));
+#pragma unroll 1
+    for (int32_t t = 0; t < batch.num_terms[row]; ++t) {
+      const std::byte* const from = RowOf(args, channel, leaf, terms[t], batch.tokens[row]);
       const Acc x[1] = {T::Load(Load(reinterpret_cast<const Storage*>(from) + index))};
       sum.Add(terms[t], x, [](Acc(&partial)[1]) { partial[0] = T::Load(T::Round(partial[0])); });
     }
-    Store(reinterpret_cast<Storage*>(out(row)) + index, T::Round(sum.total[0]));
+    std::byte* const to = SumOf(args, channel, leaf, batch, row);
+    Store(reinterpret_cast<Storage*>(to) + index, T::Round(sum.total[0]));
   }
 }
 
-template <typename T, typename Token, typename Out>
-__device__ __forceinline__ void SumLeaf(const MoveArgs& args, const LowLatencyChannel& channel,
-                                        const Leaf& leaf, const Shared<typename T::Acc>& shared,
-                                        const int32_t* chosen, int32_t count, uintptr_t alignment,
-                                        Token token, Out out) {
-  if ((alignment | reinterpret_cast<uintptr_t>(leaf.rows) |
-       static_cast<uintptr_t>(leaf.row_bytes)) % 16 == 0) {
-    SumVectors<T>(args, channel, leaf, shared, chosen, count, token, out);
-  } else {
-    SumElements<T>(args, channel, leaf, shared, chosen, count, token, out);
-  }
-}
-
-// How many of `total` things this block has, if every gridDim.x-th from its own number on is.
-__device__ int32_t Share(int32_t total) {
-  const int32_t block = blockIdx.x;
-  return block < total ? (total - block - 1) / static_cast<int32_t>(gridDim.x) + 1 : 0;
-}
-
-// Sends this rank's partial sums for the tokens of the other ranks, of these in turn.
 template <typename T>
-__device__ void Send(const MoveArgs& args, LowLatencyChannel& channel,
-                     Shared<typename T::Acc>& shared) {
+__device__ __forceinline__ void SumLeaves(const MoveArgs& args, const LowLatencyChannel& channel,
+                                          const Batch<typename T::Acc>& batch,
+                                          const Chosen& chosen) {
+  for (int32_t l = 0; l < args.num_leaves; ++l) {
+    const Leaf& leaf = args.leaves[l];
+    const uintptr_t alignment = reinterpret_cast<uintptr_t>(leaf.rows) |
+                                reinterpret_cast<uintptr_t>(leaf.tokens) |
+                                static_cast<uintptr_t>(leaf.row_bytes);
+    if (alignment % 16 == 0) {
+      SumVectors<T>(args, channel, leaf, batch, chosen);
+    } else {
+      SumElements<T>(args, channel, leaf, batch, chosen);
+    }
+  }
+}
+
+// This block's share of `total` tasks, every gridDim.x-th from its own number on, in batches. A task of
+// a batch is looked after by a warp, from `first_warp` on.
+class Share {
+ public:
+  __device__ __forceinline__ Share(const Shape& shape, int32_t total, int32_t first_warp)
+      : count_(static_cast<int32_t>(blockIdx.x) < total
+                   ? (total - static_cast<int32_t>(blockIdx.x) - 1) /
+                             static_cast<int32_t>(gridDim.x) + 1
+                   : 0),
+        most_(min(kBatch, kBatchPairs / shape.num_topk)),
+        first_warp_(first_warp) {}
+
+  __device__ __forceinline__ int32_t batches() const { return (count_ + most_ - 1) / most_; }
+  __device__ __forceinline__ int32_t size(int32_t batch) const {
+    return min(most_, count_ - batch * most_);
+  }
+  // The place in a batch of the calling thread's task, and whether there is one.
+  __device__ __forceinline__ int32_t place() const {
+    return static_cast<int32_t>(threadIdx.x / 32) - first_warp_;
+  }
+  __device__ __forceinline__ bool has_place(int32_t batch) const {
+    return place() >= 0 && place() < size(batch);
+  }
+  __device__ __forceinline__ int32_t Task(int32_t batch, int32_t place) const {
+    return static_cast<int32_t>(blockIdx.x + (batch * most_ + place) * gridDim.x);
+  }
+
+ private:
+  const int32_t count_;
+  const int32_t most_;  // of a batch
+  const int32_t first_warp_;
+};
+
+// Finds out what this rank sends in a batch: its partial sums for tokens of the other ranks, of these
+// in turn.
+template <typename Acc>
+__device__ __forceinline__ void OrderSent(const MoveArgs& args, const Share& share, int32_t number,
+                                          Batch<Acc>& batch) {
+  if (!share.has_place(number)) return;
   const Shape& shape = args.common.shape;
   const int32_t rank = args.common.workspace.rank;
   const int32_t peers = shape.num_ranks - 1;
-  if (peers == 0) return;
-  const int32_t count = Share(peers * shape.max_tokens_per_rank);
-  const int32_t most = kThreads / shape.num_topk;
-  for (int32_t begin = 0; begin < count; begin += most) {
-    const int32_t batch = min(most, count - begin);
-    auto task = [&](int32_t i) {
-      return static_cast<int32_t>(blockIdx.x + (begin + i) * gridDim.x);
-    };
-    auto token = [&](int32_t i) { return task(i) / peers; };
-    auto source = [&](int32_t i) { return (rank + 1 + task(i) % peers) % shape.num_ranks; };
-    const int32_t pair = threadIdx.x;
-    const int32_t i = pair / shape.num_topk;
-    int32_t slot = kNoSlot;
-    if (i < batch) {
-      const int64_t entry = int64_t{source(i)} * shape.max_tokens_per_rank + token(i);
-      slot = args.recv_slots[entry * shape.num_topk + pair % shape.num_topk];
-    }
-    OrderTerms(args, batch, slot == kNoSlot ? shape.num_ranks : rank, slot, shared);
-    __syncthreads();
-    for (int32_t first = 0; first < shared.num_chosen; first += kTokensPerFence) {
-      const int32_t* const chosen = shared.chosen + first;
-      const int32_t told = min(kTokensPerFence, shared.num_chosen - first);
-      for (int32_t l = 0; l < args.num_leaves; ++l) {
-        const Leaf& leaf = args.leaves[l];
-        SumLeaf<T>(args, channel, leaf, shared, chosen, told, 0,
-                   [](int32_t) { return 0; },  // no term is another rank's
-                   [&](int32_t j) {
-                     return channel.Row(source(chosen[j]), rank, token(chosen[j])) +
-                            leaf.staging_offset;
-                   });
-      }
-      Publish(Team::Block(), told, [&](int32_t j) { channel.Ready(source(chosen[j]), token(chosen[j])); });
-    }
-    __syncthreads();
+  const int32_t i = share.place();
+  const int32_t task = share.Task(number, i);
+  const int32_t token = task / peers;
+  const int32_t source = (rank + 1 + task % peers) % shape.num_ranks;
+  if (threadIdx.x % 32 == 0) {
+    batch.ranks[i] = source;
+    batch.tokens[i] = token;
   }
+  const int64_t entry = int64_t{source} * shape.max_tokens_per_rank + token;
+  const int32_t* const slots = args.recv_slots + entry * shape.num_topk;
+  OrderTerms(args, batch, i, [&](int32_t k, int32_t* slot) {
+    *slot = slots[k];
+    return *slot == kNoSlot ? shape.num_ranks : rank;
+  });
 }
 
-// Poisons the sums that Receive would have computed in this block: another one may have begun before
-// the group failed, and computes its own.
-__device__ __noinline__ void Poison(const MoveArgs& args) {
-  const int32_t count = Share(args.common.num_tokens);
-  for (int32_t i = threadIdx.x / 32; i < count; i += kWarps) {
-    PoisonToken(args, static_cast<int32_t>(blockIdx.x + i * gridDim.x));
-  }
-}
-
-// Adds up the sums of this rank's own tokens.
-template <typename T>
-__device__ void Receive(const MoveArgs& args, LowLatencyChannel& channel,
-                        Shared<typename T::Acc>& shared) {
+// Finds out which terms the sums of a batch of this rank's own tokens have.
+template <typename Acc>
+__device__ __forceinline__ void OrderReceived(const MoveArgs& args, const Share& share,
+                                              int32_t number, Batch<Acc>& batch) {
+  if (!share.has_place(number)) return;
   const Shape& shape = args.common.shape;
-  const int32_t rank = args.common.workspace.rank;
-  const int32_t count = Share(args.common.num_tokens);
-  const int32_t most = kThreads / shape.num_topk;
-  for (int32_t begin = 0; begin < count; begin += most) {
-    const int32_t batch = min(most, count - begin);
-    auto token = [&](int32_t i) {
-      return static_cast<int32_t>(blockIdx.x + (begin + i) * gridDim.x);
-    };
-    const int32_t pair = threadIdx.x;
-    const int32_t i = pair / shape.num_topk;
-    int32_t slot = kNoSlot;
-    int32_t key = shape.num_ranks;
-    if (i < batch) {
-      const int64_t at = int64_t{token(i)} * shape.num_topk + pair % shape.num_topk;
-      slot = args.slots[at];
-      if (slot != kNoSlot) key = shape.rank_of_expert(args.topk_idx[at]);
+  const int32_t i = share.place();
+  const int32_t token = share.Task(number, i);
+  if (threadIdx.x % 32 == 0) {
+    batch.ranks[i] = args.common.workspace.rank;
+    batch.tokens[i] = token;
+  }
+  const int64_t first = int64_t{token} * shape.num_topk;
+  OrderTerms(args, batch, i, [&](int32_t k, int32_t* slot) {
+    const int32_t expert = args.topk_idx[first + k];  // loaded together with the slot
+    *slot = args.slots[first + k];
+    return *slot == kNoSlot ? shape.num_ranks : shape.rank_of_expert(expert);
+  });
+}
+
+// Waits for the partial sums that a batch needs, by the warps that have ordered its terms.
+template <typename Acc>
+__device__ __forceinline__ void WaitForTerms(const MoveArgs& args, LowLatencyChannel& channel,
+                                             const Share& share, int32_t number,
+                                             const Batch<Acc>& batch) {
+  if (!share.has_place(number)) return;
+  const int32_t i = share.place();
+  const Term<Acc>* const terms = batch.terms + i * args.common.shape.num_topk;
+  for (int32_t t = threadIdx.x % 32; t < batch.num_terms[i]; t += 32) {
+    if (terms[t].kind == Term<Acc>::Kind::kPartial) {
+      channel.WaitReady(terms[t].place, batch.tokens[i]);
     }
-    if (OrderTerms(args, batch, key, slot, shared) && key != rank) {
-      channel.WaitReady(key, token(i));
+  }
+}
+
+// Poisons the sums of this block's tokens from a batch on: another block may have begun before the
+// group failed, and computes its own.
+__device__ __noinline__ void Poison(const MoveArgs& args, Share share, int32_t number) {
+  for (; share.size(number) > 0; ++number) {
+    for (int32_t i = threadIdx.x / 32; i < share.size(number); i += kWarps) {
+      PoisonToken(args, share.Task(number, i));
     }
-    const bool good = __syncthreads_and(!channel.lost());
-    // Tokens without terms are zero.
-    auto out = [&](const Leaf& leaf, int32_t j) {
-      return leaf.tokens + int64_t{token(j)} * leaf.row_bytes;
-    };
-    for (int32_t j = threadIdx.x / 32; j < batch; j += kWarps) {
-      if (!good) {
-        PoisonToken(args, token(j));
-      } else if (shared.num_terms[j] == 0) {
-        for (int32_t l = 0; l < args.num_leaves; ++l) {
-          FillRow(out(args.leaves[l], j), args.leaves[l].row_bytes, 0);
-        }
-      }
-    }
-    for (int32_t l = 0; good && l < args.num_leaves; ++l) {
-      const Leaf& leaf = args.leaves[l];
-      SumLeaf<T>(args, channel, leaf, shared, shared.chosen, shared.num_chosen,
-                 reinterpret_cast<uintptr_t>(leaf.tokens),
-                 [&](int32_t j) { return token(shared.chosen[j]); },
-                 [&](int32_t j) { return out(leaf, shared.chosen[j]); });
-    }
-    __syncthreads();
   }
 }
 
@@ -358,17 +410,46 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     LowLatencyCombineKernel(const __grid_constant__ LowLatencyCombineArgs args) {
   __shared__ Shared<typename T::Acc> shared;
+  const MoveArgs& move = args.move;
+  const Shape& shape = move.common.shape;
   const Split& split = args.split;
-  Operation operation(args.move.common, OpOf(Op::kLowLatencyCombine, split),
-                      PayloadSite(args.move));
-  LowLatencyChannel channel(args.move, operation, split);
-  if (!channel.Enter()) {
-    if (split.receives) return Poison(args.move);
+  Operation operation(move.common, OpOf(Op::kLowLatencyCombine, split), PayloadSite(move));
+  LowLatencyChannel channel(move, operation, split);
+  const bool entered = channel.Enter();
+  const Share sent(shape, channel.sends() ? (shape.num_ranks - 1) * shape.max_tokens_per_rank : 0,
+                   0);
+  const Share received(shape, channel.receives() ? move.common.num_tokens : 0, kBatch);
+  if (!entered) {
+    if (split.receives) return Poison(move, received, 0);
     if (blockIdx.x == 0 && threadIdx.x < 2) split.ticket[threadIdx.x] = ~0u;
     return;
   }
-  if (channel.sends()) Send<T>(args.move, channel, shared);
-  if (channel.receives()) Receive<T>(args.move, channel, shared);
+  OrderReceived(move, received, 0, shared.received[0]);  // while nothing is there to wait for
+  const int32_t sent_batches = sent.batches();
+  const int32_t batches = sent_batches + received.batches();
+#pragma unroll 1
+  for (int32_t step = 0; step < batches; ++step) {
+    const bool sends = step < sent_batches;
+    const int32_t number = sends ? step : step - sent_batches;
+    auto& batch = (sends ? shared.sent : shared.received)[number % 2];
+    if (sends) {
+      OrderSent(move, sent, number, batch);
+      __syncthreads();
+    } else {
+      WaitForTerms(move, channel, received, number, batch);
+      if (!__syncthreads_and(!channel.lost())) {
+        Poison(move, received, number);
+        break;
+      }
+      OrderReceived(move, received, number + 1, shared.received[(number + 1) % 2]);
+    }
+    const Chosen chosen(batch, (sends ? sent : received).size(number), !sends);
+    SumLeaves<T>(move, channel, batch, chosen);
+    if (!sends) continue;
+    Publish(Team::Block(), chosen.count(), [&](int32_t j) {
+      channel.Ready(batch.ranks[chosen(j)], batch.tokens[chosen(j)]);
+    });
+  }
   channel.Leave();
 }
 

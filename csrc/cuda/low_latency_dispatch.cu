@@ -19,7 +19,7 @@
 // another, and places those of its share of all ranks' tokens: a stable counting sort, as in
 // prepare. It moves the rows of that share from the buffer, this rank's own from the operands.
 //
-// A block's warps have roles. Two thirds of them send, fences included, while the others count. Then
+// A block's warps have roles. Most send rows, fences included, while the others exchange and count. Then
 // the last one places tokens, a batch ahead of all others, which move them.
 namespace jax_ep::cuda {
 namespace {
@@ -28,6 +28,8 @@ constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
 constexpr int kSendingWarps = 10;
 constexpr int kPlacingWarp = kWarps - 1;
+// Tokens that are told of after one fence.
+constexpr int kTokensPerFence = 5;
 // Tokens that are placed and moved together.
 constexpr int kBatch = 7;
 
@@ -74,7 +76,7 @@ struct Dividers {
 // Which of the block's counters, in dynamic shared memory, is where.
 struct Counters {
   int32_t* before;   // [E]: of pairs before the block's next one
-  int32_t* offsets;  // [E]: all pairs, then each expert's first row
+  int32_t* offsets;  // [E]: of the pairs from that on, then each expert's first row
   int32_t* counts;   // [E_local]: all pairs of this rank's experts
 
   static JAX_EP_HOST_DEVICE int64_t Bytes(const Shape& shape) {
@@ -174,22 +176,27 @@ __device__ void SendTokens(const Team& team, const MoveArgs& args,
   }
 }
 
-__device__ void Send(const Team& team, const LowLatencyDispatchArgs& args, Operation& operation,
-                     const LowLatencyChannel& channel, const Dividers& dividers,
-                     Shared& shared) {
-  const MoveArgs& move = args.move;
-  const Shape& shape = move.common.shape;
-  const int32_t rank = move.common.workspace.rank;
-  const int32_t num_tokens = move.common.num_tokens;
+// Tells all ranks of this one's tokens and their experts.
+__device__ void SendRouting(const Team& team, const MoveArgs& args, Operation& operation,
+                            const LowLatencyChannel& channel) {
+  const Shape& shape = args.common.shape;
+  const int32_t rank = args.common.workspace.rank;
   if (blockIdx.x == 0) {
     for (int32_t peer = team.thread(); peer < shape.num_ranks; peer += team.num_threads()) {
-      ptx::StoreRelaxedSys(&channel.Control(peer)->num_tokens[rank], channel.Word(num_tokens));
+      ptx::StoreRelaxedSys(&channel.Control(peer)->num_tokens[rank],
+                           channel.Word(args.common.num_tokens));
     }
   }
   const int64_t mine = int64_t{rank} * shape.max_tokens_per_rank * shape.num_topk;
-  SendIndices(move.common, move.topk_idx, operation, channel, SpreadThread(team),
+  SendIndices(args.common, args.topk_idx, operation, channel, SpreadThread(team),
               NumThreads(team), [&](int32_t peer) { return channel.Topk(peer) + mine; });
+}
 
+// Sends this rank's tokens to the others.
+__device__ void Send(const Team& team, const MoveArgs& move, const LowLatencyChannel& channel,
+                     const Dividers& dividers, Shared& shared) {
+  const Shape& shape = move.common.shape;
+  const int32_t num_tokens = move.common.num_tokens;
   const bool casts = Casts(move);
   if (shape.num_ranks == 1 && !casts) return;
   // Every gridDim.x-th token.
@@ -226,7 +233,7 @@ __device__ int32_t FirstToken(const Shared& shared, const Shape& shape, int32_t 
   return static_cast<int32_t>(int64_t{shared.first_token[shape.num_ranks]} * block / gridDim.x);
 }
 
-// Counts all pairs by expert: before pair `begin`, and all. False, for all threads of the team, if some
+// Counts pairs by expert, those before pair `begin` and the others. False, for all threads of the team, if some
 // did not come, or a peer has failed for one that names no expert.
 __device__ bool Count(const Team& team, const Common& common, const Operation& operation,
                       LowLatencyChannel& channel, const int32_t* first_token, int32_t begin,
@@ -278,15 +285,6 @@ __device__ bool Count(const Team& team, const Common& common, const Operation& o
   if (channel.lost()) {
     ptx::FenceSys();  // between a bad index and what the peer has said before
     operation.Failed();
-  }
-  team.Sync();
-  const int32_t first_expert = common.workspace.rank * shape.num_local_experts();
-  for (int32_t expert = team.thread(); expert < shape.num_experts;
-       expert += team.num_threads()) {
-    const int32_t count = counters.before[expert] + counters.offsets[expert];
-    counters.offsets[expert] = count;
-    const int32_t local = expert - first_expert;
-    if (local >= 0 && local < shape.num_local_experts()) counters.counts[local] = count;
   }
   return team.SyncAnd(!channel.lost());
 }
@@ -491,7 +489,15 @@ __device__ bool Prepare(const Team& team, const LowLatencyDispatchArgs& args,
              FirstToken(shared, shape, blockIdx.x) * shape.num_topk, counters)) {
     return false;
   }
-  PlaceExperts(team, common, args.routing, counters.offsets, counters.offsets);
+  const int32_t first_expert = common.workspace.rank * shape.num_local_experts();
+  PlaceExperts(
+      team, common, args.routing,
+      [&](int32_t expert) { return counters.before[expert] + counters.offsets[expert]; },
+      [&](int32_t expert, int32_t count, int32_t first) {
+        counters.offsets[expert] = first;
+        const int32_t local = expert - first_expert;
+        if (local >= 0 && local < shape.num_local_experts()) counters.counts[local] = count;
+      });
   team.Sync();
   return true;
 }
@@ -546,7 +552,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team counting = both ? Team(kSendingWarps, kWarps - kSendingWarps, 2) : Team::Block();
   const Dividers dividers(shape);
   const Counters counters(dynamic, shape);
-  if (channel.sends() && senders.Has()) Send(senders, args, operation, channel, dividers, shared);
+  if (channel.sends() && counting.Has()) SendRouting(counting, args.move, operation, channel);
+  if (channel.sends() && senders.Has()) Send(senders, args.move, channel, dividers, shared);
   if (channel.receives()) {
     bool good = true;
     if (counting.Has()) {

@@ -100,12 +100,13 @@ class Indices {
   const int32_t* first_token_;
 };
 
-// In layouts expert and padded: this rank's sizes, and each expert's first row in `offsets`,
-// clipped at capacity, beyond which rows do not matter. `offsets` may be `counts`. One warp a rank, a
-// lane a few neighbouring experts.
+// In layouts expert and padded: this rank's sizes, and `place(expert, count, first)` of all experts,
+// with how many pairs each has by `count_of(expert)`, and its first row, clipped at capacity,
+// beyond which rows do not matter. One warp a rank, a lane a few neighbouring experts.
+template <typename CountOf, typename Place>
 __device__ __forceinline__ void PlaceExperts(const Team& team, const Common& common,
-                                             const Routing& routing, const int32_t* counts,
-                                             int32_t* offsets) {
+                                             const Routing& routing, CountOf count_of,
+                                             Place place) {
   const Shape& shape = common.shape;
   const int32_t num_local = shape.num_local_experts();
   const int32_t lane = threadIdx.x % 32;
@@ -114,9 +115,11 @@ __device__ __forceinline__ void PlaceExperts(const Team& team, const Common& com
   const int32_t end = min(num_local, begin + each);
   for (int32_t rank = team.warp(); rank < shape.num_ranks; rank += team.num_warps()) {
     const bool writes = blockIdx.x == 0 && rank == common.workspace.rank;
-    const int32_t* const its_counts = counts + rank * num_local;
+    const int32_t first_expert = rank * num_local;
     int64_t mine = 0;
-    for (int32_t local = begin; local < end; ++local) mine += ExpertRows(shape, its_counts[local]);
+    for (int32_t local = begin; local < end; ++local) {
+      mine += ExpertRows(shape, count_of(first_expert + local));
+    }
     int64_t first = mine;  // inclusive prefix sum over the warp
     for (int32_t delta = 1; delta < 32; delta *= 2) {
       const int64_t below = __shfl_up_sync(~0u, first, delta);
@@ -126,11 +129,11 @@ __device__ __forceinline__ void PlaceExperts(const Team& team, const Common& com
     int32_t num_rows = 0;
     int32_t num_dropped = 0;
     for (int32_t local = begin; local < end; ++local) {
-      const int32_t count = its_counts[local];
+      const int32_t count = count_of(first_expert + local);
       const int64_t rows = ExpertRows(shape, count);
       if (shape.layout == Layout::kPadded) first = 0;
-      offsets[rank * num_local + local] =
-          static_cast<int32_t>(first < shape.capacity ? first : shape.capacity);
+      place(first_expert + local, count,
+            static_cast<int32_t>(first < shape.capacity ? first : shape.capacity));
       if (writes) {
         const int64_t size = ClippedSize(first, rows, shape.capacity);
         routing.group_sizes[local] = static_cast<int32_t>(size);

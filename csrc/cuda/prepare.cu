@@ -360,7 +360,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       }
     }
   } else {
-    PlaceExperts(Team::Block(), args.common, args.routing, totals, offsets);
+    PlaceExperts(
+        Team::Block(), args.common, args.routing, [&](int32_t expert) { return totals[expert]; },
+        [&](int32_t expert, int32_t, int32_t first) { offsets[expert] = first; });
     __syncthreads();
     pairs.Place(offsets);
   }
