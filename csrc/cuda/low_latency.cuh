@@ -10,12 +10,10 @@
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/memory.cuh"
 #include "csrc/cuda/signal.cuh"
-#include "csrc/cuda/team.cuh"
 
-// What the low-latency kernels share. A block works on one token at a time where there are as many
-// blocks as tokens, so that all of its bytes are under way at once, and on a batch of them where
-// there are fewer. A rank pushes what the others need into one of their buffers; the ready word
-// of a token follows the fence. docs/protocol.md has the argument.
+// What the low-latency kernels share. All warps of a block work on the same few tokens, so that all of
+// their bytes are under way at once. A rank pushes what the others need into one of their buffers;
+// the ready word of a token follows the fence. docs/protocol.md has the argument.
 namespace jax_ep::cuda {
 
 // One of the buffers on all ranks, as a thread block of a low-latency operation uses it.
@@ -201,16 +199,6 @@ __device__ __forceinline__ Op OpOf(Op whole, const Split& split) {
 __device__ __forceinline__ uint32_t PayloadSite(const MoveArgs& args) {
   return static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
          static_cast<uint32_t>(args.num_leaves);
-}
-
-// Tells of what the team has put in place: `tell(i)`, for i from 0 to `count`, stores the words for
-// it. One warp fences while the others go on.
-template <typename Tell>
-__device__ __forceinline__ void Publish(const Team& team, int32_t count, Tell tell) {
-  team.Sync();
-  if (team.warp() != 0) return;
-  ptx::FenceSys();
-  for (int32_t i = team.thread(); i < count; i += 32) tell(i);
 }
 
 // Copies rows 0 to `count` of `bytes` by a team's warps, of which this is number `warp`. `from(row)`

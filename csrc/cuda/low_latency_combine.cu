@@ -446,9 +446,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Chosen chosen(batch, (sends ? sent : received).size(number), !sends);
     SumLeaves<T>(move, channel, batch, chosen);
     if (!sends) continue;
-    Publish(Team::Block(), chosen.count(), [&](int32_t j) {
+    __syncthreads();
+    if (threadIdx.x >= 32) continue;  // the others go on
+    ptx::FenceSys();
+    if (const int32_t j = threadIdx.x; j < chosen.count()) {
       channel.Ready(batch.ranks[chosen(j)], batch.tokens[chosen(j)]);
-    });
+    }
   }
   channel.Leave();
 }

@@ -19,30 +19,31 @@
 // another, and places those of its share of all ranks' tokens: a stable counting sort, as in
 // prepare. It moves the rows of that share from the buffer, this rank's own from the operands.
 //
-// A block's warps have roles. Most send rows, fences included, while the others exchange and count. Then
-// the last one places tokens, a batch ahead of all others, which move them.
+// A block's warps have roles. Most send rows while the others exchange and count indices; then one
+// fences and tells of the rows while others find each expert's first row; at last one places tokens,
+// a batch ahead of all others, which move them.
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
-constexpr int kSendingWarps = 10;
+constexpr int kSendingWarps = 10;  // where the others count meanwhile
+constexpr int kTellingWarp = 0;
 constexpr int kPlacingWarp = kWarps - 1;
-// Tokens that are told of after one fence.
-constexpr int kTokensPerFence = 5;
-// Tokens that are placed and moved together.
+// Tokens that are sent together, and that are placed and moved together.
+constexpr int kSendBatch = 2;
 constexpr int kBatch = 7;
 
-static_assert(kTokensPerFence * kMaxTopk <= kSendingWarps * 32, "a thread for each pair");
+static_assert(kSendBatch * kMaxTopk <= kSendingWarps * 32, "a thread for each pair");
 static_assert(kBatch * kMaxTopk <= kPlacingWarp * 32, "a thread for each pair");
 static_assert(kBatch <= 32, "a lane for each token");
 
 using AllIndices = Indices<LowLatencyChannel>;
 
-// Of tokens that are told of together, the ranks that each is sent to.
+// Of tokens that are sent together, the ranks that each is sent to.
 struct Targets {
-  int32_t ranks[kTokensPerFence * kMaxTopk];  // [tokens, K], of each token first those there are
-  int32_t count[kTokensPerFence];
+  int32_t ranks[kSendBatch * kMaxTopk];  // [tokens, K], of each token first those there are
+  int32_t count[kSendBatch];
 };
 
 // Of tokens that are placed together, of any rank, where their rows go.
@@ -56,12 +57,11 @@ struct Batch {
   int32_t num_chosen;
 };
 
-// What a block has in shared memory, beside the counters of all experts. There are two of what is
-// used for one group of tokens after the other: one is read while the next is written.
+// What a block has in shared memory, beside the counters of all experts.
 struct Shared {
-  int32_t first_token[kMaxRanks + 1];  // see SumTokens
-  Targets targets[2];
-  Batch batches[2];
+  Targets targets[kWarps];  // every warp finds them out for itself, and waits for no other
+  int32_t first_token[kWarps][kMaxRanks + 1];  // the same; see CountTokens
+  Batch batches[2];  // one is read while the next is written
 };
 
 // Divisions of a kernel by what it is launched with.
@@ -103,24 +103,28 @@ __device__ int32_t SpreadThread(const Team& team) {
 }
 __device__ int32_t NumThreads(const Team& team) { return gridDim.x * team.num_threads(); }
 
-// Finds the ranks that each of `count` tokens goes to, a token a warp. If leaves are cast, this rank's
-// own rows are not those that it was given, and it, too, gets them.
+// Finds the ranks that each of `count` tokens goes to, by one warp. If leaves are cast, this rank's own
+// rows are not those that it was given, and it, too, gets them.
 template <typename Token>
-__device__ void ChooseTargets(const Team& team, const MoveArgs& args, const Dividers& dividers,
-                              bool casts, int32_t count, Token token, Targets& targets) {
+__device__ void ChooseTargets(const MoveArgs& args, const Dividers& dividers, bool casts,
+                              int32_t count, Token token, Targets& targets) {
   const Shape& shape = args.common.shape;
   const int32_t lane = threadIdx.x % 32;
   const uint32_t lanes_before = (1u << lane) - 1;
-  for (int32_t i = team.warp(); i < count; i += team.num_warps()) {
+  __syncwarp();  // the list before has been read
+#pragma unroll 1
+  for (int32_t i = 0; i < count; ++i) {
     int32_t* const ranks = targets.ranks + i * shape.num_topk;
     const int32_t* const experts = args.topk_idx + int64_t{token(i)} * shape.num_topk;
     int32_t found = 0;
+#pragma unroll 1
     for (int32_t first = 0; first < shape.num_topk; first += 32) {
       const int32_t k = first + lane;
       const int32_t expert = k < shape.num_topk ? experts[k] : -1;
       const bool exists = expert >= 0 && expert < shape.num_experts;
       int32_t target = exists ? dividers.local_experts.Quotient(expert) : -1;
       if (target == args.common.workspace.rank && !casts) target = -1;
+#pragma unroll 1
       for (int32_t n = 0; n < found; ++n) {
         if (ranks[n] == target) target = -1;
       }
@@ -133,6 +137,7 @@ __device__ void ChooseTargets(const Team& team, const MoveArgs& args, const Divi
     }
     if (lane == 0) targets.count[i] = found;
   }
+  __syncwarp();
 }
 
 // Sends `count` tokens to their targets; `token(i)` is number i of them.
@@ -192,30 +197,40 @@ __device__ void SendRouting(const Team& team, const MoveArgs& args, Operation& o
               NumThreads(team), [&](int32_t peer) { return channel.Topk(peer) + mine; });
 }
 
-// Sends this rank's tokens to the others.
-__device__ void Send(const Team& team, const MoveArgs& move, const LowLatencyChannel& channel,
-                     const Dividers& dividers, Shared& shared) {
-  const Shape& shape = move.common.shape;
-  const int32_t num_tokens = move.common.num_tokens;
-  const bool casts = Casts(move);
-  if (shape.num_ranks == 1 && !casts) return;
-  // Every gridDim.x-th token.
+// Whether this rank has anything to send.
+__device__ bool SendsRows(const MoveArgs& args) {
+  return args.common.shape.num_ranks > 1 || Casts(args);
+}
+
+// Calls `work(count, token, targets)` for this block's tokens, every gridDim.x-th, a batch after the
+// other; `token(i)` is number i of a batch's `count`.
+template <typename Work>
+__device__ void ForEachSent(const MoveArgs& args, const Dividers& dividers, Targets& targets,
+                            Work work) {
+  const int32_t num_tokens = SendsRows(args) ? args.common.num_tokens : 0;
+  const bool casts = Casts(args);
   const int32_t blocks = gridDim.x;
-  int32_t group = 0;
-  for (int32_t first = blockIdx.x; first < num_tokens; first += kTokensPerFence * blocks) {
-    const int32_t count = min(kTokensPerFence, (num_tokens - first - 1) / blocks + 1);
+#pragma unroll 1
+  for (int32_t first = blockIdx.x; first < num_tokens; first += kSendBatch * blocks) {
+    const int32_t count = min(kSendBatch, (num_tokens - first - 1) / blocks + 1);
     auto token = [&](int32_t i) { return first + i * blocks; };
-    Targets& targets = shared.targets[group++ % 2];
-    ChooseTargets(team, move, dividers, casts, count, token, targets);
-    team.Sync();
-    SendTokens(team, move, channel, dividers, targets, count, token);
-    Publish(team, count * shape.num_topk, [&](int32_t i) {
-      const int32_t row = dividers.topk.Quotient(i);
-      if (dividers.topk.Remainder(i) < targets.count[row]) {
-        channel.Ready(targets.ranks[i], token(row));
-      }
-    });
+    ChooseTargets(args, dividers, casts, count, token, targets);
+    work(count, token);
   }
+}
+
+// Tells the others of the block's tokens, by one warp, after all threads' stores.
+__device__ void TellOfRows(const MoveArgs& args, const LowLatencyChannel& channel,
+                           const Dividers& dividers, Targets& targets) {
+  const int32_t num_topk = args.common.shape.num_topk;
+  ptx::FenceSys();
+  ForEachSent(args, dividers, targets, [&](int32_t count, auto token) {
+    for (int32_t i = 0; i < count; ++i) {
+      for (int32_t n = threadIdx.x % 32; n < targets.count[i]; n += 32) {
+        channel.Ready(targets.ranks[i * num_topk + n], token(i));
+      }
+    }
+  });
 }
 
 // Poisons all results, by this block alone: no other knows which rows it would have filled, and one
@@ -229,13 +244,37 @@ __device__ __noinline__ void Poison(const LowLatencyDispatchArgs& args) {
 }
 
 // The first of all ranks' tokens that block `block` places.
-__device__ int32_t FirstToken(const Shared& shared, const Shape& shape, int32_t block) {
-  return static_cast<int32_t>(int64_t{shared.first_token[shape.num_ranks]} * block / gridDim.x);
+__device__ int32_t FirstToken(const int32_t* first_token, const Shape& shape, int32_t block) {
+  return static_cast<int32_t>(int64_t{first_token[shape.num_ranks]} * block / gridDim.x);
 }
 
-// Counts pairs by expert, those before pair `begin` and the others. False, for all threads of the team, if some
-// did not come, or a peer has failed for one that names no expert.
-__device__ bool Count(const Team& team, const Common& common, const Operation& operation,
+// Waits for the ranks' numbers of tokens; `first_token[r]` becomes the first of rank r's among all. By
+// one warp.
+__device__ void CountTokens(const Common& common, LowLatencyChannel& channel,
+                            int32_t* first_token) {
+  const int32_t lane = threadIdx.x % 32;
+  int32_t sum = 0;
+  for (int32_t first = 0; first < common.shape.num_ranks; first += 32) {
+    const int32_t rank = first + lane;
+    int32_t num_tokens = 0;
+    if (rank < common.shape.num_ranks) {
+      const uint64_t* const word = &channel.Control(common.workspace.rank)->num_tokens[rank];
+      if (!channel.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens)) num_tokens = 0;
+    }
+    for (int32_t delta = 1; delta < 32; delta *= 2) {
+      const int32_t below = __shfl_up_sync(~0u, num_tokens, delta);
+      if (lane >= delta) num_tokens += below;
+    }
+    if (rank < common.shape.num_ranks) first_token[rank + 1] = sum + num_tokens;
+    sum += __shfl_sync(~0u, num_tokens, 31);
+  }
+  if (lane == 0) first_token[0] = 0;
+  __syncwarp();
+}
+
+// Counts pairs by expert, those before pair `begin` and the others. The channel has lost something, for
+// some thread, if a pair did not come, or a peer has failed for one that names no expert.
+__device__ void Count(const Team& team, const Common& common, const Operation& operation,
                       LowLatencyChannel& channel, const int32_t* first_token, int32_t begin,
                       const Counters& counters) {
   const Shape& shape = common.shape;
@@ -286,7 +325,6 @@ __device__ bool Count(const Team& team, const Common& common, const Operation& o
     ptx::FenceSys();  // between a bad index and what the peer has said before
     operation.Failed();
   }
-  return team.SyncAnd(!channel.lost());
 }
 
 // Whether one of this rank's pairs takes row `row`. `offsets` and `counts` are of its experts.
@@ -466,70 +504,45 @@ __device__ void MoveRows(const Team& team, const MoveArgs& args, const LowLatenc
   }
 }
 
-// What a block has to know before it can place its share of all ranks' tokens: counts, and from them
-// where each expert's rows begin. False, for all threads of the team, if the ranks' indices did not
-// come.
-__device__ bool Prepare(const Team& team, const LowLatencyDispatchArgs& args,
-                        const Operation& operation, LowLatencyChannel& channel, Shared& shared,
-                        const Counters& counters) {
+// Finds each expert's first row.
+__device__ void PlaceAll(const Team& team, const LowLatencyDispatchArgs& args,
+                         const Counters& counters) {
   const Common& common = args.move.common;
-  const Shape& shape = common.shape;
-  const int32_t num_threads = team.num_threads();
-  for (int32_t i = team.thread(); i < 2 * shape.num_experts; i += num_threads) {
-    counters.before[i] = 0;
-  }
-  for (int32_t rank = team.thread(); rank < shape.num_ranks; rank += num_threads) {
-    const uint64_t* const word = &channel.Control(common.workspace.rank)->num_tokens[rank];
-    int32_t num_tokens;
-    const bool came = channel.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
-    shared.first_token[rank + 1] = came ? num_tokens : 0;
-  }
-  SumTokens(team, shape.num_ranks, shared.first_token);
-  if (!Count(team, common, operation, channel, shared.first_token,
-             FirstToken(shared, shape, blockIdx.x) * shape.num_topk, counters)) {
-    return false;
-  }
-  const int32_t first_expert = common.workspace.rank * shape.num_local_experts();
+  const int32_t num_local = common.shape.num_local_experts();
+  const int32_t first_expert = common.workspace.rank * num_local;
   PlaceExperts(
       team, common, args.routing,
       [&](int32_t expert) { return counters.before[expert] + counters.offsets[expert]; },
       [&](int32_t expert, int32_t count, int32_t first) {
         counters.offsets[expert] = first;
         const int32_t local = expert - first_expert;
-        if (local >= 0 && local < shape.num_local_experts()) counters.counts[local] = count;
+        if (local >= 0 && local < num_local) counters.counts[local] = count;
       });
-  team.Sync();
-  return true;
 }
 
-// Places the block's share of all ranks' tokens, and moves their rows; by all threads. `good` says
-// whether this thread, if it is of the placing warp, knows where to.
+// Places the block's share of all ranks' tokens, and moves their rows; by all threads. False if
+// something did not come.
 __device__ bool Receive(const LowLatencyDispatchArgs& args, LowLatencyChannel& channel,
-                        const Dividers& dividers, bool good, Shared& shared,
-                        const Counters& counters) {
+                        const Dividers& dividers, const Counters& counters, Shared& shared) {
   const Shape& shape = args.move.common.shape;
   const bool casts = Casts(args.move);
-  const Team movers(0, kPlacingWarp, 0);
-  int32_t group = 0;
-  int32_t left;
-  do {
-    Batch& batch = shared.batches[group % 2];
-    auto next = [&] {
-      const int32_t first = FirstToken(shared, shape, blockIdx.x) + group * kBatch;
-      left = FirstToken(shared, shape, blockIdx.x + 1) - first;
-      return first;
-    };
-    if (!movers.Has() && good) {
-      const int32_t first = next();
-      good = Place(args, channel, dividers, shared.first_token, first, min(left, kBatch), casts,
+  const Team movers(0, kPlacingWarp);
+  const int32_t* const first_token = shared.first_token[kPlacingWarp];
+  const int32_t end = FirstToken(first_token, shape, blockIdx.x + 1);
+  if (movers.Has()) FillGaps(movers, args, dividers, first_token, counters);
+  int32_t parity = 0;
+#pragma unroll 1
+  for (int32_t first = FirstToken(first_token, shape, blockIdx.x); first < end; first += kBatch) {
+    Batch& batch = shared.batches[parity];
+    bool good = true;
+    if (!movers.Has()) {
+      good = Place(args, channel, dividers, first_token, first, min(kBatch, end - first), casts,
                    counters, batch);
     }
-    good = __syncthreads_and(good);
-    if (!good) return false;
-    next();
+    if (!__syncthreads_and(good)) return false;
     if (movers.Has()) MoveRows(movers, args.move, channel, dividers, casts, batch);
-    ++group;
-  } while (left > kBatch);
+    parity ^= 1;
+  }
   return true;
 }
 
@@ -537,32 +550,46 @@ __global__ void __launch_bounds__(kThreads, 1)
     LowLatencyDispatchKernel(const __grid_constant__ LowLatencyDispatchArgs args) {
   extern __shared__ int32_t dynamic[];
   __shared__ Shared shared;
+  const MoveArgs& move = args.move;
   const Split& split = args.split;
-  const Shape& shape = args.move.common.shape;
-  Operation operation(args.move.common, OpOf(Op::kLowLatencyDispatch, split),
-                      RoutingSite(shape) * 31 + PayloadSite(args.move));
-  LowLatencyChannel channel(args.move, operation, split);
+  const Shape& shape = move.common.shape;
+  const Counters counters(dynamic, shape);
+  for (int32_t i = threadIdx.x; split.receives && i < 2 * shape.num_experts; i += kThreads) {
+    counters.before[i] = 0;
+  }
+  Operation operation(move.common, OpOf(Op::kLowLatencyDispatch, split),
+                      RoutingSite(shape) * 31 + PayloadSite(move));
+  LowLatencyChannel channel(move, operation, split);
   if (!channel.Enter()) {
     if (split.receives) return Poison(args);
     if (blockIdx.x == 0 && threadIdx.x < 2) split.ticket[threadIdx.x] = ~0u;
     return;
   }
   const bool both = channel.sends() && channel.receives();
-  const Team senders = both ? Team(0, kSendingWarps, 1) : Team::Block();
-  const Team counting = both ? Team(kSendingWarps, kWarps - kSendingWarps, 2) : Team::Block();
+  const Team senders(0, both ? kSendingWarps : kWarps);
+  const Team counting(both ? kSendingWarps : 0, both ? kWarps - kSendingWarps : kWarps);
   const Dividers dividers(shape);
-  const Counters counters(dynamic, shape);
-  if (channel.sends() && counting.Has()) SendRouting(counting, args.move, operation, channel);
-  if (channel.sends() && senders.Has()) Send(senders, args.move, channel, dividers, shared);
+  const int32_t warp = threadIdx.x / 32;
+  Targets& targets = shared.targets[warp];
+  if (channel.sends() && counting.Has()) SendRouting(counting, move, operation, channel);
+  if (channel.sends() && senders.Has()) {
+    ForEachSent(move, dividers, targets, [&](int32_t count, auto token) {
+      SendTokens(senders, move, channel, dividers, targets, count, token);
+    });
+  }
+  if (channel.receives() && counting.Has()) {
+    int32_t* const first_token = shared.first_token[warp];
+    CountTokens(move.common, channel, first_token);
+    Count(counting, move.common, operation, channel, first_token,
+          FirstToken(first_token, shape, blockIdx.x) * shape.num_topk, counters);
+  }
+  const bool good = __syncthreads_and(!channel.lost());
+  if (channel.sends() && warp == kTellingWarp) TellOfRows(move, channel, dividers, targets);
   if (channel.receives()) {
-    bool good = true;
-    if (counting.Has()) {
-      good = Prepare(counting, args, operation, channel, shared, counters);
-      // All of them but the placing warp.
-      const Team filling(both ? kSendingWarps : 0, kWarps - 1 - (both ? kSendingWarps : 0), 0);
-      if (good && filling.Has()) FillGaps(filling, args, dividers, shared.first_token, counters);
-    }
-    if (!Receive(args, channel, dividers, good, shared, counters)) Poison(args);
+    const Team placing(kTellingWarp + 1, kWarps - kTellingWarp - 1);
+    if (good && placing.Has()) PlaceAll(placing, args, counters);
+    __syncthreads();
+    if (!good || !Receive(args, channel, dividers, counters, shared)) Poison(args);
   }
   channel.Leave();
 }

@@ -49,18 +49,6 @@ __device__ void SendIndices(const Common& common, const int32_t* topk_idx, Opera
   }
 }
 
-// Makes `first_token`, in shared memory, from the ranks' numbers of tokens, which it has one place
-// further on: [r] becomes the first of rank r's tokens among all.
-__device__ __forceinline__ void SumTokens(const Team& team, int32_t num_ranks,
-                                          int32_t* first_token) {
-  team.Sync();
-  if (team.thread() == 0) {
-    first_token[0] = 0;
-    for (int32_t rank = 0; rank < num_ranks; ++rank) first_token[rank + 1] += first_token[rank];
-  }
-  team.Sync();
-}
-
 // All ranks' indices, as they are sent to this one: words [R, max_tokens_per_rank, K].
 template <typename Channel>
 class Indices {

@@ -278,7 +278,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                       operation.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens);
     first_token[rank + 1] = came ? num_tokens : 0;
   }
-  SumTokens(Team::Block(), shape.num_ranks, first_token);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    first_token[0] = 0;
+    for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
+      first_token[rank + 1] += first_token[rank];
+    }
+  }
+  __syncthreads();
 
   // Each warp takes consecutive tokens and counts what it has of each key.
   const auto* const words = reinterpret_cast<const uint64_t*>(workspace.base[workspace.rank] +

@@ -3,21 +3,17 @@
 
 #include <cstdint>
 
-#include "csrc/cuda/ptx/barrier.cuh"
-
 namespace jax_ep::cuda {
 
-// Neighbouring warps of a block that work together, while others may do something else. All threads
-// of a team make all calls.
+// Neighbouring warps of a block that do something together, while others may do something else.
 class Team {
  public:
-  // `barrier` is one of the block's, from 0, that no other team uses; 0 is __syncthreads'.
-  __device__ __forceinline__ Team(int32_t first_warp, int32_t num_warps, int32_t barrier)
-      : first_warp_(first_warp), num_warps_(num_warps), barrier_(barrier) {}
+  __device__ __forceinline__ Team(int32_t first_warp, int32_t num_warps)
+      : first_warp_(first_warp), num_warps_(num_warps) {}
 
   // All of the block.
   static __device__ __forceinline__ Team Block() {
-    return Team(0, static_cast<int32_t>(blockDim.x / 32), 0);
+    return Team(0, static_cast<int32_t>(blockDim.x / 32));
   }
 
   // The calling thread's number in the team, and its warp's.
@@ -32,16 +28,9 @@ class Team {
 
   __device__ __forceinline__ bool Has() const { return warp() >= 0 && warp() < num_warps_; }
 
-  // What __syncthreads and __syncthreads_and are to a block.
-  __device__ __forceinline__ void Sync() const { ptx::BarrierSync(barrier_, num_threads()); }
-  __device__ __forceinline__ bool SyncAnd(bool mine) const {
-    return ptx::BarrierSyncAnd(barrier_, num_threads(), mine);
-  }
-
  private:
   const int32_t first_warp_;
   const int32_t num_warps_;
-  const int32_t barrier_;
 };
 
 }  // namespace jax_ep::cuda

@@ -137,9 +137,12 @@ def mps() -> Iterator[dict[str, str]]:
         env = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for path in env.values():
             os.mkdir(path)
+        control_env = {**os.environ, **env}
+        # The service numbers the GPUs that it sees anew for its clients, which name them as here.
+        control_env.pop("CUDA_VISIBLE_DEVICES", None)
 
         def control(*arguments: str, **options) -> None:
-            subprocess.run(["nvidia-cuda-mps-control", *arguments], env={**os.environ, **env},
+            subprocess.run(["nvidia-cuda-mps-control", *arguments], env=control_env,
                            timeout=30, stdout=subprocess.DEVNULL, **options)
 
         control("-d", check=True)
