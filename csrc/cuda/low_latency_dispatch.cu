@@ -5,6 +5,7 @@
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/divider.cuh"
 #include "csrc/cuda/kernels.h"
+#include "csrc/cuda/latch.cuh"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/low_latency.cuh"
 #include "csrc/cuda/low_latency_cast.cuh"
@@ -19,9 +20,9 @@
 // another, and places those of its share of all ranks' tokens: a stable counting sort, as in
 // prepare. It moves the rows of that share from the buffer, this rank's own from the operands.
 //
-// A block's warps have roles. Most send rows while the others exchange and count indices; then one
-// fences and tells of the rows while others find each expert's first row; at last one places tokens,
-// a batch ahead of all others, which move them.
+// A block's warps have roles. Most send rows, of which one tells then, after a fence. The others
+// exchange and count indices meanwhile, and find each expert's first row. Then one places tokens, a
+// batch ahead of all others, which move them.
 namespace jax_ep::cuda {
 namespace {
 
@@ -62,6 +63,10 @@ struct Shared {
   Targets targets[kWarps];  // every warp finds them out for itself, and waits for no other
   int32_t first_token[kWarps][kMaxRanks + 1];  // the same; see CountTokens
   Batch batches[2];  // one is read while the next is written
+  Latch sent;        // this block's rows
+  Latch counted;     // all pairs
+  Latch placed;      // all experts' first rows
+  uint32_t lost;     // something did not come to a thread that counts
 };
 
 // Divisions of a kernel by what it is launched with.
@@ -219,7 +224,7 @@ __device__ void ForEachSent(const MoveArgs& args, const Dividers& dividers, Targ
   }
 }
 
-// Tells the others of the block's tokens, by one warp, after all threads' stores.
+// Tells the others of the block's tokens, by one warp, after all warps' stores.
 __device__ void TellOfRows(const MoveArgs& args, const LowLatencyChannel& channel,
                            const Dividers& dividers, Targets& targets) {
   const int32_t num_topk = args.common.shape.num_topk;
@@ -272,8 +277,8 @@ __device__ void CountTokens(const Common& common, LowLatencyChannel& channel,
   __syncwarp();
 }
 
-// Counts pairs by expert, those before pair `begin` and the others. The channel has lost something, for
-// some thread, if a pair did not come, or a peer has failed for one that names no expert.
+// Counts pairs by expert, those before pair `begin` and the others. The channel has lost something if
+// one did not come, or a peer has failed for one that names no expert.
 __device__ void Count(const Team& team, const Common& common, const Operation& operation,
                       LowLatencyChannel& channel, const int32_t* first_token, int32_t begin,
                       const Counters& counters) {
@@ -504,10 +509,20 @@ __device__ void MoveRows(const Team& team, const MoveArgs& args, const LowLatenc
   }
 }
 
-// Finds each expert's first row.
-__device__ void PlaceAll(const Team& team, const LowLatencyDispatchArgs& args,
-                         const Counters& counters) {
+// What a block has to know before it can place its share of all ranks' tokens: counts, and from them
+// where each expert's rows begin. By all warps of `team`. False if something did not come.
+__device__ bool Prepare(const Team& team, const LowLatencyDispatchArgs& args,
+                        const Operation& operation, LowLatencyChannel& channel,
+                        const Counters& counters, Shared& shared) {
   const Common& common = args.move.common;
+  int32_t* const first_token = shared.first_token[threadIdx.x / 32];
+  CountTokens(common, channel, first_token);
+  Count(team, common, operation, channel, first_token,
+        FirstToken(first_token, common.shape, blockIdx.x) * common.shape.num_topk, counters);
+  if (channel.lost()) atomicExch(&shared.lost, 1);
+  shared.counted.Arrive();
+  shared.counted.Wait();
+  if (atomicOr(&shared.lost, 0) != 0) return false;
   const int32_t num_local = common.shape.num_local_experts();
   const int32_t first_expert = common.workspace.rank * num_local;
   PlaceExperts(
@@ -518,31 +533,39 @@ __device__ void PlaceAll(const Team& team, const LowLatencyDispatchArgs& args,
         const int32_t local = expert - first_expert;
         if (local >= 0 && local < num_local) counters.counts[local] = count;
       });
+  shared.placed.Arrive();
+  shared.placed.Wait();
+  return true;
 }
 
 // Places the block's share of all ranks' tokens, and moves their rows; by all threads. False if
-// something did not come.
+// something did not come; `good` says whether that is so for this thread already.
 __device__ bool Receive(const LowLatencyDispatchArgs& args, LowLatencyChannel& channel,
-                        const Dividers& dividers, const Counters& counters, Shared& shared) {
+                        const Dividers& dividers, const Counters& counters, bool good,
+                        Shared& shared) {
   const Shape& shape = args.move.common.shape;
   const bool casts = Casts(args.move);
   const Team movers(0, kPlacingWarp);
   const int32_t* const first_token = shared.first_token[kPlacingWarp];
-  const int32_t end = FirstToken(first_token, shape, blockIdx.x + 1);
-  if (movers.Has()) FillGaps(movers, args, dividers, first_token, counters);
-  int32_t parity = 0;
-#pragma unroll 1
-  for (int32_t first = FirstToken(first_token, shape, blockIdx.x); first < end; first += kBatch) {
-    Batch& batch = shared.batches[parity];
-    bool good = true;
-    if (!movers.Has()) {
-      good = Place(args, channel, dividers, first_token, first, min(kBatch, end - first), casts,
-                   counters, batch);
+  int32_t number = 0;
+  int32_t left;  // tokens, from the batch on
+  auto find_batch = [&] {
+    const int32_t first = FirstToken(first_token, shape, blockIdx.x) + number * kBatch;
+    left = FirstToken(first_token, shape, blockIdx.x + 1) - first;
+    return first;
+  };
+  do {
+    Batch& batch = shared.batches[number % 2];
+    if (!movers.Has() && good) {
+      const int32_t first = find_batch();
+      good = Place(args, channel, dividers, first_token, first, min(kBatch, left), casts, counters,
+                   batch);
     }
     if (!__syncthreads_and(good)) return false;
+    find_batch();  // the others may know from here on
     if (movers.Has()) MoveRows(movers, args.move, channel, dividers, casts, batch);
-    parity ^= 1;
-  }
+    ++number;
+  } while (left > kBatch);
   return true;
 }
 
@@ -556,6 +579,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Counters counters(dynamic, shape);
   for (int32_t i = threadIdx.x; split.receives && i < 2 * shape.num_experts; i += kThreads) {
     counters.before[i] = 0;
+  }
+  if (threadIdx.x == 0) {
+    for (Latch* latch : {&shared.sent, &shared.counted, &shared.placed}) latch->Init(kWarps);
+    shared.lost = 0;
   }
   Operation operation(move.common, OpOf(Op::kLowLatencyDispatch, split),
                       RoutingSite(shape) * 31 + PayloadSite(move));
@@ -571,25 +598,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Dividers dividers(shape);
   const int32_t warp = threadIdx.x / 32;
   Targets& targets = shared.targets[warp];
-  if (channel.sends() && counting.Has()) SendRouting(counting, move, operation, channel);
-  if (channel.sends() && senders.Has()) {
-    ForEachSent(move, dividers, targets, [&](int32_t count, auto token) {
-      SendTokens(senders, move, channel, dividers, targets, count, token);
-    });
+  if (channel.sends()) {
+    if (counting.Has()) SendRouting(counting, move, operation, channel);
+    if (senders.Has()) {
+      ForEachSent(move, dividers, targets, [&](int32_t count, auto token) {
+        SendTokens(senders, move, channel, dividers, targets, count, token);
+      });
+    }
+    shared.sent.Arrive();
+    if (warp == kTellingWarp) {
+      shared.sent.Wait();
+      TellOfRows(move, channel, dividers, targets);
+    }
   }
-  if (channel.receives() && counting.Has()) {
-    int32_t* const first_token = shared.first_token[warp];
-    CountTokens(move.common, channel, first_token);
-    Count(counting, move.common, operation, channel, first_token,
-          FirstToken(first_token, shape, blockIdx.x) * shape.num_topk, counters);
-  }
-  const bool good = __syncthreads_and(!channel.lost());
-  if (channel.sends() && warp == kTellingWarp) TellOfRows(move, channel, dividers, targets);
   if (channel.receives()) {
-    const Team placing(kTellingWarp + 1, kWarps - kTellingWarp - 1);
-    if (good && placing.Has()) PlaceAll(placing, args, counters);
-    __syncthreads();
-    if (!good || !Receive(args, channel, dividers, counters, shared)) Poison(args);
+    bool good = true;
+    if (counting.Has()) {
+      good = Prepare(counting, args, operation, channel, counters, shared);
+      // All of them but the placing warp.
+      const Team filling(both ? kSendingWarps : 0, kPlacingWarp - (both ? kSendingWarps : 0));
+      if (good && filling.Has()) {
+        FillGaps(filling, args, dividers, shared.first_token[warp], counters);
+      }
+    } else {
+      shared.counted.Arrive();
+      shared.placed.Arrive();
+    }
+    if (!Receive(args, channel, dividers, counters, good, shared)) Poison(args);
   }
   channel.Leave();
 }
