@@ -328,9 +328,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   using Acc = typename T::Acc;
   const Workspace& workspace = args.common.workspace;
   const Shape& shape = args.common.shape;
-  const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
-                        static_cast<uint32_t>(args.num_leaves);
-  Operation operation(args.common, Op::kCombine, site);
+  Operation operation(args.common, Op::kCombine, PayloadSite(args));
   if (!operation.Enter()) return PoisonTokens(args);
 
   const int32_t warp = threadIdx.x / 32;

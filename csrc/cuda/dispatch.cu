@@ -180,9 +180,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   extern __shared__ __align__(128) std::byte shared[];
   const Shape& shape = args.common.shape;
   const Workspace& workspace = args.common.workspace;
-  const uint32_t site = static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
-                        static_cast<uint32_t>(args.num_leaves);
-  Operation operation(args.common, Op::kDispatch, site);
+  Operation operation(args.common, Op::kDispatch, PayloadSite(args));
   const int32_t warp = threadIdx.x / 32;
   if (!operation.Enter()) {
     // Blocks that began before the group failed pull all rows, but fill only their gaps: so these

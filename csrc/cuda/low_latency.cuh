@@ -102,6 +102,19 @@ class LowLatencyChannel {
     *value = Value(seen);
     return Came(seen);
   }
+  // How many tokens a rank sends: a word that also says in 16 bits what the rank sends, so that ranks
+  // that exchange no row notice, too, if they do not run the same.
+  __device__ __forceinline__ uint64_t CountWord(int32_t num_tokens) const {
+    return Word(static_cast<int32_t>(TagBits() | static_cast<uint32_t>(num_tokens)));
+  }
+  __device__ __forceinline__ bool WaitCount(int32_t peer, int32_t* num_tokens) {
+    const uint64_t* const word = &Control(workspace_.rank)->num_tokens[peer];
+    const Equals awaited{Word(static_cast<int32_t>(TagBits())), Equals::kEpoch | kTagMask};
+    const uint64_t seen = Wait(peer, word, awaited);
+    *num_tokens = Value(seen) & 0xffff;
+    return awaited(seen);
+  }
+
   // Whether a word is of this operation, and what it says then.
   __device__ __forceinline__ bool Came(uint64_t word) const {
     return Signal::Decode(word).epoch == data_.epoch;
@@ -129,6 +142,12 @@ class LowLatencyChannel {
   }
 
  private:
+  static constexpr uint32_t kTagMask = 0xffff0000;
+
+  __device__ __forceinline__ uint32_t TagBits() const {
+    return data_.tag * 2654435761u & kTagMask;  // Knuth's multiplicative hash
+  }
+
   // Whether one more operation may stay in flight: a buffer is left for others then.
   static __device__ __forceinline__ bool MayStay(const RankState& state) {
     uint32_t free = 0;
@@ -193,12 +212,6 @@ class LowLatencyChannel {
 __device__ __forceinline__ Op OpOf(Op whole, const Split& split) {
   return static_cast<Op>(static_cast<int32_t>(whole) +
                          (split.sends && split.receives ? 0 : split.sends ? 1 : 2));
-}
-
-// What ranks must agree on of a payload, as a number (see Operation).
-__device__ __forceinline__ uint32_t PayloadSite(const MoveArgs& args) {
-  return static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
-         static_cast<uint32_t>(args.num_leaves);
 }
 
 // Copies rows 0 to `count` of `bytes` by a team's warps, of which this is number `warp`. `from(row)`

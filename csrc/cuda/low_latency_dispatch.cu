@@ -194,7 +194,7 @@ __device__ void SendRouting(const Team& team, const MoveArgs& args, Operation& o
   if (blockIdx.x == 0) {
     for (int32_t peer = team.thread(); peer < shape.num_ranks; peer += team.num_threads()) {
       ptx::StoreRelaxedSys(&channel.Control(peer)->num_tokens[rank],
-                           channel.Word(args.common.num_tokens));
+                           channel.CountWord(args.common.num_tokens));
     }
   }
   const int64_t mine = int64_t{rank} * shape.max_tokens_per_rank * shape.num_topk;
@@ -263,8 +263,7 @@ __device__ void CountTokens(const Common& common, LowLatencyChannel& channel,
     const int32_t rank = first + lane;
     int32_t num_tokens = 0;
     if (rank < common.shape.num_ranks) {
-      const uint64_t* const word = &channel.Control(common.workspace.rank)->num_tokens[rank];
-      if (!channel.WaitWord(rank, word, ptx::LoadRelaxedSys(word), &num_tokens)) num_tokens = 0;
+      if (!channel.WaitCount(rank, &num_tokens)) num_tokens = 0;
     }
     for (int32_t delta = 1; delta < 32; delta *= 2) {
       const int32_t below = __shfl_up_sync(~0u, num_tokens, delta);

@@ -9,6 +9,12 @@
 // All leaves and values of a payload together.
 namespace jax_ep::cuda {
 
+// What ranks must agree on of a payload, as a number (see Operation).
+__device__ __forceinline__ uint32_t PayloadSite(const MoveArgs& args) {
+  return static_cast<uint32_t>(args.staging_row_bytes / 16) * 8 +
+         static_cast<uint32_t>(args.num_leaves);
+}
+
 // Fills row `row` of dispatch's results with a byte, by one warp.
 __device__ __forceinline__ void FillPayloadRow(const MoveArgs& args, int64_t row, uint8_t value) {
   for (int32_t i = 0; i < args.num_leaves; ++i) {

@@ -15,9 +15,6 @@ FOLDER = pathlib.Path(__file__).parent / "kernels"
 ARCHITECTURES = {"sm_80", "sm_90a"}
 PTX_ARCHITECTURE = 90
 
-# A kernel's Operation lies on the stack, for the out-of-line function that notes a failure.
-STACK_BYTES = 40
-
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
@@ -36,8 +33,8 @@ class Compiled:
         if self.spill_stores or self.spill_loads:
             return (f"{name} spills registers: {self.spill_stores} bytes of stores, "
                     f"{self.spill_loads} bytes of loads")
-        if self.stack_bytes > STACK_BYTES:
-            return f"{name} has {self.stack_bytes} bytes on the stack ({STACK_BYTES} allowed)"
+        if self.stack_bytes:
+            return f"{name} has {self.stack_bytes} bytes on the stack"
         return None
 
 
@@ -112,7 +109,7 @@ def test_ptx_for_newer_gpus(source):
     assert ptx_architectures((FOLDER / f"{source}.pic.o").read_bytes()) == {PTX_ARCHITECTURE}
 
 
-def sample(architecture="sm_90a", stack=40, stores=0, loads=0):
+def sample(architecture="sm_90a", stack=0, stores=0, loads=0):
     symbol = "_ZN6jax_ep4cuda12_GLOBAL__N_114DispatchKernelINS0_11VectorMoverEEEvNS0_8MoveArgsE"
     return (f"ptxas info    : 0 bytes gmem\n"
             f"ptxas info    : Compiling entry function '{symbol}' for '{architecture}'\n"
@@ -125,7 +122,7 @@ def sample(architecture="sm_90a", stack=40, stores=0, loads=0):
 
 def test_reading_reports():
     text = sample() + sample(architecture="sm_80", stack=56, stores=12, loads=16)
-    assert read_report(text) == [Compiled("DispatchKernel<VectorMover>", "sm_90a", 40, 0, 0),
+    assert read_report(text) == [Compiled("DispatchKernel<VectorMover>", "sm_90a", 0, 0, 0),
                                  Compiled("DispatchKernel<VectorMover>", "sm_80", 56, 12, 16)]
 
 

@@ -3,6 +3,7 @@
 Runs in every process of an arrangement of ranks at once; see jax_ep.testing.gpus.
 """
 
+import dataclasses
 import functools
 import re
 import time
@@ -296,6 +297,40 @@ def test_a_rank_that_does_something_else(op):
         assert time.monotonic() - start < TIMEOUT_S + 5
         text = error_of(group)
         expected = rf"runs (low-latency )?\w+.* while rank [0-9]+ runs|waited {TIMEOUT_S:g} s"
+        assert re.search(f"{expected}|{news_from(range(num_ranks))}", text), text
+        everyone()
+    assert_next_group_works(case)
+
+
+@pytest.mark.parametrize("way", ["fused", "split"])
+def test_ranks_that_disagree_and_exchange_nothing(way):
+    """They notice although no rank has a row for another."""
+    num_ranks = len(jax.devices())
+    if num_ranks == 1:
+        pytest.skip("needs two ranks")
+    case = all_ranks()
+    odd = dataclasses.replace(case, expert_alignment=2)
+    x, topk_idx = inputs(case)
+    topk_idx[:] = -1
+    dispatch, _ = WAYS[way]
+
+    def f(x, topk_idx):
+        return jax.lax.cond(jax.lax.axis_index(run.AXIS) == num_ranks - 1,
+                            lambda: dispatch(group, odd, x, topk_idx, None)[0].sum(),
+                            lambda: dispatch(group, case, x, topk_idx, None)[0].sum())
+
+    with make_group(case, timeout_s=TIMEOUT_S) as group:
+        program = jax.jit(run.per_rank(group, f, check_vma=False)).lower(x, topk_idx).compile()
+        everyone()
+        start = time.monotonic()
+        try:
+            totals = jax.block_until_ready(program(x, topk_idx))
+            assert all(np.isnan(shard.data).all() for shard in totals.addressable_shards)
+        except jax.errors.JaxRuntimeError as error:
+            assert "must be closed" in str(error), error
+        assert time.monotonic() - start < TIMEOUT_S
+        text = error_of(group)
+        expected = r"runs another (prepare_and_dispatch|dispatch_start)"
         assert re.search(f"{expected}|{news_from(range(num_ranks))}", text), text
         everyone()
     assert_next_group_works(case)
