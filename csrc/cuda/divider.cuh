@@ -5,17 +5,19 @@
 
 namespace jax_ep::cuda {
 
-// Division by a number that is known only when the kernel runs, by multiplication: a division has some
-// 25 instructions, one after the other. For numbers that give less than 2^32 multiplied by the
-// divisor.
+// Division of a number that is not negative by one that is known only when the kernel runs, by
+// multiplication: a division has some 25 instructions, one after the other.
 class Divider {
  public:
   __device__ __forceinline__ explicit Divider(int32_t divisor)
       : divisor_(divisor), inverse_(divisor > 1 ? ~0u / static_cast<uint32_t>(divisor) + 1 : 0) {}
 
   __device__ __forceinline__ int32_t Quotient(int32_t number) const {
-    const uint32_t high = __umulhi(static_cast<uint32_t>(number), inverse_);
-    return inverse_ == 0 ? number : static_cast<int32_t>(high);
+    if (inverse_ == 0) return number;
+    // Too large by 1 at most, where number * divisor has more than 32 bits.
+    const auto high = static_cast<int32_t>(__umulhi(static_cast<uint32_t>(number), inverse_));
+    return high - (static_cast<uint32_t>(high) * static_cast<uint32_t>(divisor_) >
+                   static_cast<uint32_t>(number));
   }
   __device__ __forceinline__ int32_t Remainder(int32_t number) const {
     return number - Quotient(number) * divisor_;

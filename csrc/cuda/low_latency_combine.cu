@@ -218,7 +218,8 @@ __device__ __forceinline__ void SumVectors(const MoveArgs& args, const LowLatenc
     for (int u = 0; u < kUnroll; ++u) {
       const int32_t piece = min(first + u * kWarps, pieces - 1);
       row[u] = chosen(row_pieces.Quotient(piece));
-      index[u] = row_pieces.Remainder(piece) * 32 + lane;
+      // Lanes beyond the row's end do the same as the last one before it.
+      index[u] = min(row_pieces.Remainder(piece) * 32 + lane, vectors - 1);
       terms[u] = batch.terms + row[u] * num_topk;
       num_terms[u] = first + u * kWarps < pieces ? batch.num_terms[row[u]] : 0;
       most = max(most, num_terms[u]);
@@ -230,7 +231,7 @@ __device__ __forceinline__ void SumVectors(const MoveArgs& args, const LowLatenc
       for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
         for (int t = 0; t < kTerms; ++t) {
-          if (begin + t >= num_terms[u] || index[u] >= vectors) continue;
+          if (begin + t >= num_terms[u]) continue;
           const std::byte* const from =
               RowOf(args, channel, leaf, terms[u][begin + t], batch.tokens[row[u]]);
           loaded[u][t] = Load(reinterpret_cast<const uint4*>(from) + index[u]);
@@ -252,7 +253,7 @@ __device__ __forceinline__ void SumVectors(const MoveArgs& args, const LowLatenc
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kWarps >= pieces || index[u] >= vectors) continue;
+      if (first + u * kWarps >= pieces) continue;
       std::byte* const to = SumOf(args, channel, leaf, batch, row[u]);
       Store(reinterpret_cast<uint4*>(to) + index[u], Pack<T>(sums[u].total));
     }

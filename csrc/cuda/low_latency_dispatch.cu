@@ -5,7 +5,6 @@
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/divider.cuh"
 #include "csrc/cuda/kernels.h"
-#include "csrc/cuda/latch.cuh"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/low_latency.cuh"
 #include "csrc/cuda/low_latency_cast.cuh"
@@ -20,9 +19,9 @@
 // another, and places those of its share of all ranks' tokens: a stable counting sort, as in
 // prepare. It moves the rows of that share from the buffer, this rank's own from the operands.
 //
-// A block's warps have roles. Most send rows, of which one tells then, after a fence. The others
-// exchange and count indices meanwhile, and find each expert's first row. Then one places tokens, a
-// batch ahead of all others, which move them.
+// A block's warps have roles. Most send rows while the others exchange and count indices; then one
+// fences and tells of the rows while others find each expert's first row; at last one places tokens,
+// a batch ahead of all others, which move them.
 namespace jax_ep::cuda {
 namespace {
 
@@ -63,10 +62,6 @@ struct Shared {
   Targets targets[kWarps];  // every warp finds them out for itself, and waits for no other
   int32_t first_token[kWarps][kMaxRanks + 1];  // the same; see CountTokens
   Batch batches[2];  // one is read while the next is written
-  Latch sent;        // this block's rows
-  Latch counted;     // all pairs
-  Latch placed;      // all experts' first rows
-  uint32_t lost;     // something did not come to a thread that counts
 };
 
 // Divisions of a kernel by what it is launched with.
@@ -207,29 +202,31 @@ __device__ bool SendsRows(const MoveArgs& args) {
   return args.common.shape.num_ranks > 1 || Casts(args);
 }
 
-// Calls `work(count, token, targets)` for this block's tokens, every gridDim.x-th, a batch after the
-// other; `token(i)` is number i of a batch's `count`.
+// Calls `work(count, token)` for this block's tokens, every gridDim.x-th, a batch after the other;
+// `token(i)` is number i of a batch's `count`, whose targets are in `targets`. `again` says that the
+// warp has done this before, so that those of an only batch are there.
 template <typename Work>
 __device__ void ForEachSent(const MoveArgs& args, const Dividers& dividers, Targets& targets,
-                            Work work) {
+                            bool again, Work work) {
   const int32_t num_tokens = SendsRows(args) ? args.common.num_tokens : 0;
   const bool casts = Casts(args);
   const int32_t blocks = gridDim.x;
+  const bool only = num_tokens <= static_cast<int32_t>(blockIdx.x) + kSendBatch * blocks;
 #pragma unroll 1
   for (int32_t first = blockIdx.x; first < num_tokens; first += kSendBatch * blocks) {
     const int32_t count = min(kSendBatch, (num_tokens - first - 1) / blocks + 1);
     auto token = [&](int32_t i) { return first + i * blocks; };
-    ChooseTargets(args, dividers, casts, count, token, targets);
+    if (!again || !only) ChooseTargets(args, dividers, casts, count, token, targets);
     work(count, token);
   }
 }
 
-// Tells the others of the block's tokens, by one warp, after all warps' stores.
+// Tells the others of the block's tokens, by one warp, after all threads' stores.
 __device__ void TellOfRows(const MoveArgs& args, const LowLatencyChannel& channel,
                            const Dividers& dividers, Targets& targets) {
   const int32_t num_topk = args.common.shape.num_topk;
   ptx::FenceSys();
-  ForEachSent(args, dividers, targets, [&](int32_t count, auto token) {
+  ForEachSent(args, dividers, targets, true, [&](int32_t count, auto token) {
     for (int32_t i = 0; i < count; ++i) {
       for (int32_t n = threadIdx.x % 32; n < targets.count[i]; n += 32) {
         channel.Ready(targets.ranks[i * num_topk + n], token(i));
@@ -276,8 +273,8 @@ __device__ void CountTokens(const Common& common, LowLatencyChannel& channel,
   __syncwarp();
 }
 
-// Counts pairs by expert, those before pair `begin` and the others. The channel has lost something if
-// one did not come, or a peer has failed for one that names no expert.
+// Counts pairs by expert, those before pair `begin` and the others. The channel has lost something, for
+// some thread, if a pair did not come, or a peer has failed for one that names no expert.
 __device__ void Count(const Team& team, const Common& common, const Operation& operation,
                       LowLatencyChannel& channel, const int32_t* first_token, int32_t begin,
                       const Counters& counters) {
@@ -303,17 +300,20 @@ __device__ void Count(const Team& team, const Common& common, const Operation& o
     uint64_t seen[kAtOnce];
     while (true) {
       int32_t missing = -1;
+      uint64_t missed = 0;
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         if (entries[u] >= 0) seen[u] = ptx::LoadRelaxedSys(words + entries[u]);
       }
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
-        if (entries[u] >= 0 && !channel.Came(seen[u])) missing = entries[u];
+        if (entries[u] < 0 || channel.Came(seen[u])) continue;
+        missing = entries[u];
+        missed = seen[u];
       }
       if (missing < 0) break;
       int32_t value;
-      if (!channel.WaitWord(missing / rank_pairs, words + missing, 0, &value)) break;
+      if (!channel.WaitWord(missing / rank_pairs, words + missing, missed, &value)) break;
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
@@ -508,20 +508,10 @@ __device__ void MoveRows(const Team& team, const MoveArgs& args, const LowLatenc
   }
 }
 
-// What a block has to know before it can place its share of all ranks' tokens: counts, and from them
-// where each expert's rows begin. By all warps of `team`. False if something did not come.
-__device__ bool Prepare(const Team& team, const LowLatencyDispatchArgs& args,
-                        const Operation& operation, LowLatencyChannel& channel,
-                        const Counters& counters, Shared& shared) {
+// Finds each expert's first row.
+__device__ void PlaceAll(const Team& team, const LowLatencyDispatchArgs& args,
+                         const Counters& counters) {
   const Common& common = args.move.common;
-  int32_t* const first_token = shared.first_token[threadIdx.x / 32];
-  CountTokens(common, channel, first_token);
-  Count(team, common, operation, channel, first_token,
-        FirstToken(first_token, common.shape, blockIdx.x) * common.shape.num_topk, counters);
-  if (channel.lost()) atomicExch(&shared.lost, 1);
-  shared.counted.Arrive();
-  shared.counted.Wait();
-  if (atomicOr(&shared.lost, 0) != 0) return false;
   const int32_t num_local = common.shape.num_local_experts();
   const int32_t first_expert = common.workspace.rank * num_local;
   PlaceExperts(
@@ -532,39 +522,31 @@ __device__ bool Prepare(const Team& team, const LowLatencyDispatchArgs& args,
         const int32_t local = expert - first_expert;
         if (local >= 0 && local < num_local) counters.counts[local] = count;
       });
-  shared.placed.Arrive();
-  shared.placed.Wait();
-  return true;
 }
 
 // Places the block's share of all ranks' tokens, and moves their rows; by all threads. False if
-// something did not come; `good` says whether that is so for this thread already.
+// something did not come.
 __device__ bool Receive(const LowLatencyDispatchArgs& args, LowLatencyChannel& channel,
-                        const Dividers& dividers, const Counters& counters, bool good,
-                        Shared& shared) {
+                        const Dividers& dividers, const Counters& counters, Shared& shared) {
   const Shape& shape = args.move.common.shape;
   const bool casts = Casts(args.move);
   const Team movers(0, kPlacingWarp);
   const int32_t* const first_token = shared.first_token[kPlacingWarp];
-  int32_t number = 0;
-  int32_t left;  // tokens, from the batch on
-  auto find_batch = [&] {
-    const int32_t first = FirstToken(first_token, shape, blockIdx.x) + number * kBatch;
-    left = FirstToken(first_token, shape, blockIdx.x + 1) - first;
-    return first;
-  };
-  do {
-    Batch& batch = shared.batches[number % 2];
-    if (!movers.Has() && good) {
-      const int32_t first = find_batch();
-      good = Place(args, channel, dividers, first_token, first, min(kBatch, left), casts, counters,
-                   batch);
+  const int32_t end = FirstToken(first_token, shape, blockIdx.x + 1);
+  if (movers.Has()) FillGaps(movers, args, dividers, first_token, counters);
+  int32_t parity = 0;
+#pragma unroll 1
+  for (int32_t first = FirstToken(first_token, shape, blockIdx.x); first < end; first += kBatch) {
+    Batch& batch = shared.batches[parity];
+    bool good = true;
+    if (!movers.Has()) {
+      good = Place(args, channel, dividers, first_token, first, min(kBatch, end - first), casts,
+                   counters, batch);
     }
     if (!__syncthreads_and(good)) return false;
-    find_batch();  // the others may know from here on
     if (movers.Has()) MoveRows(movers, args.move, channel, dividers, casts, batch);
-    ++number;
-  } while (left > kBatch);
+    parity ^= 1;
+  }
   return true;
 }
 
@@ -578,10 +560,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Counters counters(dynamic, shape);
   for (int32_t i = threadIdx.x; split.receives && i < 2 * shape.num_experts; i += kThreads) {
     counters.before[i] = 0;
-  }
-  if (threadIdx.x == 0) {
-    for (Latch* latch : {&shared.sent, &shared.counted, &shared.placed}) latch->Init(kWarps);
-    shared.lost = 0;
   }
   Operation operation(move.common, OpOf(Op::kLowLatencyDispatch, split),
                       RoutingSite(shape) * 31 + PayloadSite(move));
@@ -597,33 +575,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Dividers dividers(shape);
   const int32_t warp = threadIdx.x / 32;
   Targets& targets = shared.targets[warp];
-  if (channel.sends()) {
-    if (counting.Has()) SendRouting(counting, move, operation, channel);
-    if (senders.Has()) {
-      ForEachSent(move, dividers, targets, [&](int32_t count, auto token) {
-        SendTokens(senders, move, channel, dividers, targets, count, token);
-      });
-    }
-    shared.sent.Arrive();
-    if (warp == kTellingWarp) {
-      shared.sent.Wait();
-      TellOfRows(move, channel, dividers, targets);
-    }
+  if (channel.sends() && counting.Has()) SendRouting(counting, move, operation, channel);
+  if (channel.sends() && senders.Has()) {
+    ForEachSent(move, dividers, targets, false, [&](int32_t count, auto token) {
+      SendTokens(senders, move, channel, dividers, targets, count, token);
+    });
   }
+  if (channel.receives() && counting.Has()) {
+    int32_t* const first_token = shared.first_token[warp];
+    CountTokens(move.common, channel, first_token);
+    Count(counting, move.common, operation, channel, first_token,
+          FirstToken(first_token, shape, blockIdx.x) * shape.num_topk, counters);
+  }
+  const bool good = __syncthreads_and(!channel.lost());
+  if (channel.sends() && warp == kTellingWarp) TellOfRows(move, channel, dividers, targets);
   if (channel.receives()) {
-    bool good = true;
-    if (counting.Has()) {
-      good = Prepare(counting, args, operation, channel, counters, shared);
-      // All of them but the placing warp.
-      const Team filling(both ? kSendingWarps : 0, kPlacingWarp - (both ? kSendingWarps : 0));
-      if (good && filling.Has()) {
-        FillGaps(filling, args, dividers, shared.first_token[warp], counters);
-      }
-    } else {
-      shared.counted.Arrive();
-      shared.placed.Arrive();
-    }
-    if (!Receive(args, channel, dividers, counters, good, shared)) Poison(args);
+    const Team placing(kTellingWarp + 1, kWarps - kTellingWarp - 1);
+    if (good && placing.Has()) PlaceAll(placing, args, counters);
+    __syncthreads();
+    if (!good || !Receive(args, channel, dividers, counters, shared)) Poison(args);
   }
   channel.Leave();
 }

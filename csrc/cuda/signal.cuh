@@ -113,7 +113,9 @@ __device__ __noinline__ uint64_t Poll(const Workspace& workspace, Op op, Phase p
       return seen;
     }
     if (Expired(workspace, op, start)) {
-      Fail(workspace, op, phase, peer, awaited.ForError(), seen);
+      // A word with data does not say what the peer runs.
+      const uint64_t last = phase == Phase::kReady ? running.Encode() : seen;
+      Fail(workspace, op, phase, peer, awaited.ForError(), last);
       return seen;
     }
   }

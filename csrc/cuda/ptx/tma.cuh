@@ -3,11 +3,19 @@
 
 #include <cstdint>
 
-#include "csrc/cuda/ptx/mbarrier.cuh"
-
-// Bulk copies between global and shared memory by the tensor memory accelerator (sm_90), and how their
-// mbarriers tell when a load is there. Addresses and sizes are multiples of 16 bytes.
+// Bulk copies between global and shared memory by the tensor memory accelerator (sm_90), and the
+// mbarriers that tell when a load is there. Addresses and sizes are multiples of 16 bytes.
 namespace jax_ep::cuda::ptx {
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void BarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
 
 // Makes the initialised barriers known to the copy engine.
 __device__ __forceinline__ void FenceBarrierInit() {
