@@ -10,10 +10,11 @@
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/memory.cuh"
 #include "csrc/cuda/signal.cuh"
+#include "csrc/cuda/team.cuh"
 
-// What the low-latency kernels share. All warps of a block work on the same few tokens, so that all of
-// their bytes are under way at once. A rank pushes what the others need into one of their buffers;
-// the ready word of a token follows the fence. docs/protocol.md has the argument.
+// What the low-latency kernels share. All warps of a block work on the same few tokens, so that all
+// of their bytes are under way at once. A rank pushes what the others need into one of their
+// buffers; the ready word of a token follows the fence. docs/protocol.md has the argument.
 namespace jax_ep::cuda {
 
 // One of the buffers on all ranks, as a thread block of a low-latency operation uses it.
@@ -102,8 +103,8 @@ class LowLatencyChannel {
     *value = Value(seen);
     return Came(seen);
   }
-  // How many tokens a rank sends: a word that also says in 16 bits what the rank sends, so that ranks
-  // that exchange no row notice, too, if they do not run the same.
+  // How many tokens a rank sends: a word that also says in 16 bits what the rank sends, so that
+  // ranks that exchange no row notice, too, if they do not run the same.
   __device__ __forceinline__ uint64_t CountWord(int32_t num_tokens) const {
     return Word(static_cast<int32_t>(TagBits() | static_cast<uint32_t>(num_tokens)));
   }
@@ -214,9 +215,27 @@ __device__ __forceinline__ Op OpOf(Op whole, const Split& split) {
                          (split.sends && split.receives ? 0 : split.sends ? 1 : 2));
 }
 
-// Copies rows 0 to `count` of `bytes` by a team's warps, of which this is number `warp`. `from(row)`
-// is where a row lies, `to(row, n)`, for n from 0 to `places(row)`, where it goes. A warp loads
-// `kUnroll` pieces of 32 vectors before it stores the first.
+// Divisions of a kernel by what it is launched with.
+struct ShapeDividers {
+  Divider topk;           // of pairs
+  Divider local_experts;  // of experts
+
+  __device__ explicit ShapeDividers(const Shape& shape)
+      : topk(shape.num_topk), local_experts(shape.num_local_experts()) {}
+};
+
+// A team's threads and warps, numbered over the grid so that few of them are of many blocks.
+inline __device__ int32_t SpreadWarp(const Team& team) {
+  return team.warp() * gridDim.x + blockIdx.x;
+}
+inline __device__ int32_t SpreadThread(const Team& team) {
+  return SpreadWarp(team) * 32 + static_cast<int32_t>(threadIdx.x % 32);
+}
+inline __device__ int32_t NumThreads(const Team& team) { return gridDim.x * team.num_threads(); }
+
+// Copies rows 0 to `count` of `bytes` by a team's warps, of which this is number `warp`.
+// `from(row)` is where a row lies, `to(row, n)`, for n from 0 to `places(row)`, where it goes. A
+// warp loads `kUnroll` pieces of 32 vectors before it stores the first.
 template <typename V, int kUnroll, typename From, typename Places, typename To>
 __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t warp,
                                            int32_t num_warps, From from, Places places, To to) {
