@@ -41,8 +41,8 @@ class VectorMover {
 
  private:
   // Vectors that a lane loads before it stores the first: enough bytes in flight to hide the link's
-  // latency with a few warps on each of a few SMs.
-  static constexpr int kUnroll = 8;
+  // latency with a few warps on each of a few SMs, and as many as sm_80 has registers for.
+  static constexpr int kUnroll = 7;
 
   template <typename T>
   static __device__ void CopyToAll(const std::byte* from, int64_t bytes, uint32_t targets,
