@@ -9,6 +9,7 @@
 #include "csrc/cuda/divider.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/ptx/memory.cuh"
+#include "csrc/cuda/row_pieces.cuh"
 #include "csrc/cuda/signal.cuh"
 #include "csrc/cuda/team.cuh"
 
@@ -239,21 +240,19 @@ inline __device__ int32_t NumThreads(const Team& team) { return gridDim.x * team
 template <typename V, int kUnroll, typename From, typename Places, typename To>
 __device__ __forceinline__ void CopyRowsBy(int32_t count, int64_t bytes, int32_t warp,
                                            int32_t num_warps, From from, Places places, To to) {
-  const int32_t lane = threadIdx.x % 32;
   const auto vectors = static_cast<int32_t>(bytes / static_cast<int64_t>(sizeof(V)));
-  const Divider row_pieces((vectors + 31) / 32);
-  const int32_t pieces = count * ((vectors + 31) / 32);
+  const RowPieces pieces(count, vectors);
 #pragma unroll 1
-  for (int32_t first = warp; first < pieces; first += kUnroll * num_warps) {
+  for (int32_t first = warp; first < pieces.number(); first += kUnroll * num_warps) {
     V values[kUnroll];
     int32_t rows[kUnroll];
     int32_t indices[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int32_t piece = first + u * num_warps;
-      rows[u] = row_pieces.Quotient(piece);
-      indices[u] = row_pieces.Remainder(piece) * 32 + lane;
-      if (piece >= pieces || indices[u] >= vectors) rows[u] = -1;
+      rows[u] = pieces.Row(piece);
+      indices[u] = pieces.Vector(piece);
+      if (piece >= pieces.number() || indices[u] >= vectors) rows[u] = -1;
       if (rows[u] >= 0) values[u] = Load(reinterpret_cast<const V*>(from(rows[u])) + indices[u]);
     }
 #pragma unroll

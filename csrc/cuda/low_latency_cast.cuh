@@ -6,9 +6,9 @@
 
 #include "csrc/core/quantize.h"
 #include "csrc/cuda/copy.cuh"
-#include "csrc/cuda/divider.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/quantize.cuh"
+#include "csrc/cuda/row_pieces.cuh"
 #include "csrc/cuda/team.cuh"
 #include "csrc/cuda/vector.cuh"
 
@@ -25,19 +25,18 @@ __device__ __forceinline__ void CastRowVectors(const Team& team, const Leaf& lea
   const int32_t lane = threadIdx.x % 32;
   const auto vectors = static_cast<int32_t>(
       leaf.row_bytes * static_cast<int64_t>(sizeof(typename T::Storage)) / 16);
-  const Divider row_pieces((vectors + 31) / 32);
-  const int32_t pieces = count * ((vectors + 31) / 32);
+  const RowPieces pieces(count, vectors);
 #pragma unroll 1
-  for (int32_t first = team.warp(); first < pieces; first += kUnroll * team.num_warps()) {
+  for (int32_t first = team.warp(); first < pieces.number(); first += kUnroll * team.num_warps()) {
     uint4 loaded[kUnroll];
     int32_t rows[kUnroll];
     int32_t indices[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int32_t piece = first + u * team.num_warps();
-      rows[u] = row_pieces.Quotient(piece);
-      indices[u] = row_pieces.Remainder(piece) * 32 + lane;
-      if (piece >= pieces || indices[u] >= vectors) rows[u] = -1;
+      rows[u] = pieces.Row(piece);
+      indices[u] = pieces.Vector(piece);
+      if (piece >= pieces.number() || indices[u] >= vectors) rows[u] = -1;
       loaded[u] = uint4{0, 0, 0, 0};
       if (rows[u] >= 0) {
         loaded[u] = Load(reinterpret_cast<const uint4*>(from(rows[u])) + indices[u]);

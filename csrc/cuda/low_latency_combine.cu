@@ -23,8 +23,8 @@ struct Shared {
   SumBatch<Acc> received[2];
 };
 
-// This block's share of `total` tasks, every gridDim.x-th from its own number on, in batches. A warp
-// each, from `first_warp` on, looks after a task of a batch.
+// This block's share of `total` tasks, every gridDim.x-th from its own number on, in batches. Each
+// warp from `first_warp` on looks after a task of a batch.
 class Share {
  public:
   __device__ __forceinline__ Share(const Shape& shape, int32_t total, int32_t first_warp)

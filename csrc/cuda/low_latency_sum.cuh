@@ -6,9 +6,9 @@
 
 #include "csrc/core/dtype.h"
 #include "csrc/cuda/copy.cuh"
-#include "csrc/cuda/divider.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/low_latency.cuh"
+#include "csrc/cuda/row_pieces.cuh"
 #include "csrc/cuda/sum.cuh"
 #include "csrc/cuda/vector.cuh"
 
@@ -192,12 +192,10 @@ __device__ __forceinline__ void SumVectors(const MoveArgs& args, const LowLatenc
   constexpr int kUnroll = kElements > 8 ? 1 : 2;
   constexpr int kTerms = kElements > 8 ? 2 : 4;
   const int32_t num_topk = args.common.shape.num_topk;
-  const int32_t lane = threadIdx.x % 32;
   const auto vectors = static_cast<int32_t>(leaf.row_bytes / 16);
-  const Divider row_pieces((vectors + 31) / 32);
-  const int32_t pieces = chosen.count() * ((vectors + 31) / 32);
+  const RowPieces pieces(chosen.count(), vectors);
 #pragma unroll 1
-  for (int32_t first = threadIdx.x / 32; first < pieces; first += kUnroll * kSumWarps) {
+  for (int32_t first = threadIdx.x / 32; first < pieces.number(); first += kUnroll * kSumWarps) {
     const Term<Acc>* terms[kUnroll];
     int32_t num_terms[kUnroll];
     int32_t index[kUnroll];
@@ -206,12 +204,12 @@ __device__ __forceinline__ void SumVectors(const MoveArgs& args, const LowLatenc
     Sum<T, kElements> sums[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int32_t piece = min(first + u * kSumWarps, pieces - 1);
-      row[u] = chosen(row_pieces.Quotient(piece));
+      const int32_t piece = min(first + u * kSumWarps, pieces.number() - 1);
+      row[u] = chosen(pieces.Row(piece));
       // Lanes beyond the row's end do the same as the last one before it.
-      index[u] = min(row_pieces.Remainder(piece) * 32 + lane, vectors - 1);
+      index[u] = min(pieces.Vector(piece), vectors - 1);
       terms[u] = batch.terms + row[u] * num_topk;
-      num_terms[u] = first + u * kSumWarps < pieces ? batch.num_terms[row[u]] : 0;
+      num_terms[u] = first + u * kSumWarps < pieces.number() ? batch.num_terms[row[u]] : 0;
       most = max(most, num_terms[u]);
     }
 #pragma unroll 1
@@ -243,7 +241,7 @@ __device__ __forceinline__ void SumVectors(const MoveArgs& args, const LowLatenc
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kSumWarps >= pieces) continue;
+      if (first + u * kSumWarps >= pieces.number()) continue;
       std::byte* const to = SumOf(args, channel, leaf, batch, row[u]);
       Store(reinterpret_cast<uint4*>(to) + index[u], Pack<T>(sums[u].total));
     }

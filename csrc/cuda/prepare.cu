@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     __stcg(&block_counts[blockIdx.x * num_keys + key], count);
   }
   operation.GridBarrier();
-  // A peer may have sent -1 for an index that is none, and said so.
+  // A peer may have sent kBadIndex, and said before that it failed.
   if (blockIdx.x == 0 && threadIdx.x + 1 == blockDim.x) operation.Failed();
   for (int32_t key = threadIdx.x; key < num_keys; key += blockDim.x) {
     int32_t total = 0;

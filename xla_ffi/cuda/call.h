@@ -138,8 +138,8 @@ inline void ClearPayload(cuda::MoveArgs* args) {
 
 }  // namespace jax_ep::ffi_cuda
 
-// Defines the handler `name`, which XLA may put into command buffers, and its twin that stays out of
-// them (jax_ep/overlap.py).
+// Defines the handler `name`, which XLA may put into command buffers, and its twin that stays out
+// of them (jax_ep/overlap.py).
 #define JAX_EP_DEFINE_CUDA_HANDLER(name, function, binding)                   \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding,                      \
                                 {xla::ffi::Traits::kCmdBufferCompatible});    \

@@ -148,7 +148,9 @@ auto BindDone() { return BindLowLatencyCombine(BindTicket(BindCall())).Remaining
 
 JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombine, &jax_ep::ffi_cuda::LowLatencyCombine,
                            jax_ep::ffi_cuda::BindWhole());
-JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombineStart, &jax_ep::ffi_cuda::LowLatencyCombineStart,
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombineStart,
+                           &jax_ep::ffi_cuda::LowLatencyCombineStart,
                            jax_ep::ffi_cuda::BindStart());
-JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombineDone, &jax_ep::ffi_cuda::LowLatencyCombineDone,
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyCombineDone,
+                           &jax_ep::ffi_cuda::LowLatencyCombineDone,
                            jax_ep::ffi_cuda::BindDone());

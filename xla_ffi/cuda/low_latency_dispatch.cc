@@ -168,7 +168,9 @@ auto BindDone() {
 
 JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatch, &jax_ep::ffi_cuda::LowLatencyDispatch,
                            jax_ep::ffi_cuda::BindWhole());
-JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatchStart, &jax_ep::ffi_cuda::LowLatencyDispatchStart,
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatchStart,
+                           &jax_ep::ffi_cuda::LowLatencyDispatchStart,
                            jax_ep::ffi_cuda::BindStart());
-JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatchDone, &jax_ep::ffi_cuda::LowLatencyDispatchDone,
+JAX_EP_DEFINE_CUDA_HANDLER(JaxEpCudaLowLatencyDispatchDone,
+                           &jax_ep::ffi_cuda::LowLatencyDispatchDone,
                            jax_ep::ffi_cuda::BindDone());
