@@ -64,8 +64,9 @@ class Attention(nnx.Module):
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """The cache before the first position, with room for `length` of them."""
-        zeros = jnp.zeros((batch, length, self.num_heads, self.out.in_features // self.num_heads))
-        return KVCache(zeros, zeros)
+        shape = (batch, length, self.num_heads, self.out.in_features // self.num_heads)
+        # An array each: they are donated, which one device refuses for the same array twice.
+        return KVCache(jnp.zeros(shape), jnp.zeros(shape))
 
     def _project(self, x, start=0):
         batch, length, width = x.shape

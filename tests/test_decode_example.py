@@ -96,7 +96,7 @@ def test_the_text_is_that_of_the_dense_model(decoder, temperature):
     sampling = decoder.decoder.Sampling(temperature, seed=3)
     batches = decoder.generate(sampling)
     text, prompt_length, end, _ = joined(batches)
-    assert len(batches) == 2 and sorted(set(prompt_length)) == [1, 2, 3, 4, 5]
+    assert len(batches) == 2 and set(prompt_length) == set(range(1, min(5, 4 * NUM_RANKS) + 1))
     np.testing.assert_array_equal(end, prompt_length + NUM_NEW)
     np.testing.assert_array_equal(text, decoder.dense_text(batches, sampling))
     assert len(np.unique(text, axis=0)) > 1

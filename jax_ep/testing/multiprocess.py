@@ -20,6 +20,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import random
 import shlex
 import socket
 import subprocess
@@ -158,9 +159,12 @@ def _describe(target: str, codes: list[int | None], outputs: list[str], timeout_
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """One below those that Linux gives to outgoing connections, which could take it meanwhile."""
+    while True:
+        port = random.randrange(10000, 32768)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("0.0.0.0", port))
+            return port
 
 
 def _load(target: str) -> list[Callable[[], Any]]:
