@@ -37,8 +37,11 @@ struct BlockScale {
   uint32_t bits;  // of the scale: a float32, or an e8m0 in the low byte
 };
 
-// The scale of a block from the largest Magnitude in it.
-JAX_EP_ALWAYS_INLINE BlockScale ScaleOf(Quantize quantize, uint32_t magnitude) {
+// The scale of a block from the largest Magnitude in it. `inverse_of(amax)` is 448 / amax, rounded to
+// nearest, for a finite amax of 2^-107 at least. Without branches, on which kernels would wait.
+template <typename Inverse>
+JAX_EP_ALWAYS_INLINE BlockScale ScaleOf(Quantize quantize, uint32_t magnitude,
+                                        const Inverse& inverse_of) {
   constexpr uint32_t kInfinity = 0x7f800000;
   constexpr uint32_t kNan = 0x7fc00000;
   // Blocks are scaled as if they had a 2^-107. So zeros have a scale; scale and inverse are normal
@@ -46,15 +49,22 @@ JAX_EP_ALWAYS_INLINE BlockScale ScaleOf(Quantize quantize, uint32_t magnitude) {
   // least e4m3 number, which rounds to zero of x's sign whether x is flushed to zero or not.
   constexpr uint32_t kLeast = (127 - 107) << 23;
   const bool e8m0 = quantize == Quantize::kFp8E8M0;
-  if (magnitude >= kInfinity) return {BitCast<float>(kNan), e8m0 ? 0xff : kNan};
+  const bool finite = magnitude < kInfinity;
   if (magnitude < kLeast) magnitude = kLeast;
-  if (quantize == Quantize::kFp8) {
-    const float amax = BitCast<float>(magnitude);
-    return {448.0f / amax, BitCast<uint32_t>(amax * (1.0f / 448.0f))};
-  }
   // The exponent less 8, and one more where the mantissa is past that of 448 = 1.75 * 2^8.
   const uint32_t biased = (magnitude - (8u << 23) + 0x1fffff) >> 23;
-  return {BitCast<float>((254 - biased) << 23), e8m0 ? biased : biased << 23};
+  float inverse = BitCast<float>((254 - biased) << 23);
+  uint32_t bits = e8m0 ? biased : biased << 23;
+  if (quantize == Quantize::kFp8) {
+    const float amax = BitCast<float>(magnitude);
+    inverse = inverse_of(amax);
+    bits = BitCast<uint32_t>(amax * (1.0f / 448.0f));
+  }
+  return {finite ? inverse : BitCast<float>(kNan), finite ? bits : e8m0 ? 0xff : kNan};
+}
+
+JAX_EP_ALWAYS_INLINE BlockScale ScaleOf(Quantize quantize, uint32_t magnitude) {
+  return ScaleOf(quantize, magnitude, [](float amax) { return 448.0f / amax; });
 }
 
 // x as float8_e4m3fn. NaN only in a block whose inverse is, and then the positive one.

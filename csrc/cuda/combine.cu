@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   } else {
     if (warp < num_warps / 2) {
       ForEachTask(operation, kPushQueue, int64_t{peers} * shape.max_tokens_per_rank,
-                  [&](int32_t task) {
+                  [&](int32_t task, auto) {
                     if (PushToken(args, sums, source_of(task), token_of(task))) {
                       publisher.Finished(task);
                     }
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     publisher.End();
   }
   ForEachTask(operation, kReduceQueue, args.common.num_tokens,
-              [&](int32_t token) { ReduceToken(args, operation, sums, token); });
+              [&](int32_t token, auto) { ReduceToken(args, operation, sums, token); });
   operation.Leave();
 }
 

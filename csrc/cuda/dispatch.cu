@@ -7,9 +7,10 @@
 #include "csrc/cuda/mover.cuh"
 #include "csrc/cuda/payload.cuh"
 #include "csrc/cuda/publisher.cuh"
-#include "csrc/cuda/quantize.cuh"
 #include "csrc/cuda/row_ring.cuh"
 #include "csrc/cuda/signal.cuh"
+#include "csrc/cuda/stage_queue.cuh"
+#include "csrc/cuda/stage_row.cuh"
 
 // Every rank puts its tokens into its own workspace, cast to fp8 where that is asked for, and pulls
 // those that it needs from the others: each once over the link, then to all its rows. Some warps of
@@ -22,46 +23,106 @@ constexpr int kWarps = 16;
 constexpr int kStageWarps = 8;
 constexpr int kStageQueue = 0;
 constexpr int kPullQueue = 1;
+constexpr int32_t kOwnBehind = 0;
 
-// Puts one of this rank's tokens into its workspace.
-template <typename Ring, bool kCasts>
-__device__ void StageToken(const MoveArgs& args, Ring& ring, int32_t token) {
+// Puts one of this rank's tokens, the queue's latest, into its workspace.
+template <bool kCasts, typename Queue>
+__device__ void StageToken(const MoveArgs& args, Queue& queue, int32_t token) {
   const Workspace& workspace = args.common.workspace;
   const PairValues& values = args.values;
   const int32_t num_topk = args.common.shape.num_topk;
-  const int32_t lane = threadIdx.x % 32;
   std::byte* const row = workspace.base[workspace.rank] + workspace.at.staging +
                          token * args.staging_row_bytes;
+  // The values arrive while the rows are staged.
+  uint64_t value[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
+    if (values.tokens == nullptr || k >= num_topk) continue;
+    value[half] = LoadValue(values.tokens + (int64_t{token} * num_topk + k) * values.bytes,
+                            values.bytes);
+  }
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     const Leaf& leaf = args.leaves[i];
     if (kCasts && leaf.quantize != Quantize::kNone) {
-      CastRow(ring, leaf, token, row + leaf.staging_offset, row + leaf.scales_offset);
+      CastRow(queue, leaf, token, row + leaf.staging_offset, row + leaf.scales_offset);
     } else {
-      VectorMover::Move(leaf.tokens + token * leaf.row_bytes, leaf.row_bytes,
-                        lane == 0 ? row + leaf.staging_offset : nullptr);
+      CopyRow(queue, leaf, token, row + leaf.staging_offset);
     }
   }
-  for (int32_t k = lane; values.tokens != nullptr && k < num_topk; k += 32) {
-    CopyValue(row + values.staging_offset + k * values.bytes,
-              values.tokens + (int64_t{token} * num_topk + k) * values.bytes, values.bytes);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
+    if (values.tokens == nullptr || k >= num_topk) continue;
+    StoreValue(row + values.staging_offset + k * values.bytes, value[half], values.bytes);
   }
 }
 
-// The rows of a token of some rank on this one. A lane stands for the pairs k = lane and lane + 32.
+// A token, and the rank that has it.
+struct PulledToken {
+  int32_t source;
+  int32_t token;
+};
+
+// The order in which this rank pulls the tokens of all: that in which they become ready, the ranks in
+// turn, beginning after this one so that not all pull from the same. Its own tokens are kOwnBehind
+// behind, so as not to be in the way of the first ones that others wait for.
+class PullOrder {
+ public:
+  __device__ explicit PullOrder(const MoveArgs& args)
+      : rank_(args.common.workspace.rank),
+        num_ranks_(args.common.shape.num_ranks),
+        num_tokens_(args.common.shape.max_tokens_per_rank),
+        behind_(min(num_tokens_, kOwnBehind)) {}
+
+  __device__ uint32_t num_tasks() const { return num_ranks_ * num_tokens_; }
+
+  __device__ PulledToken At(int32_t task) const {
+    const int32_t others = num_ranks_ - 1;
+    if (task < others * behind_) {
+      return {(rank_ + 1 + task % others) % num_ranks_, task / others};
+    }
+    task -= others * behind_;
+    const int32_t in_turn = num_tokens_ - behind_;
+    if (task >= num_ranks_ * in_turn) return {rank_, task - others * in_turn};
+    const int32_t source = (rank_ + 1 + task % num_ranks_) % num_ranks_;
+    return {source, task / num_ranks_ + (source == rank_ ? 0 : behind_)};
+  }
+
+ private:
+  const int32_t rank_;
+  const int32_t num_ranks_;
+  const int32_t num_tokens_;  // of each
+  const int32_t behind_;
+};
+
+// Of a token of some rank, the slots on this one: of the pairs k = lane and lane + 32.
+struct PairSlots {
+  int32_t half[2];
+};
+
+__device__ PairSlots LoadSlots(const MoveArgs& args, int32_t source, int32_t token) {
+  const Shape& shape = args.common.shape;
+  const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
+  PairSlots slots;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
+    slots.half[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
+  }
+  return slots;
+}
+
+// The rows of a token.
 struct Placement {
-  int32_t slots[2];
+  PairSlots slots;
   uint32_t mine[2];  // the lanes whose pair has a row here
 
-  __device__ Placement(const MoveArgs& args, int32_t source, int32_t token) {
-    const Shape& shape = args.common.shape;
-    const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
+  __device__ explicit Placement(const PairSlots& pair_slots) : slots(pair_slots) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t k = half * 32 + threadIdx.x % 32;
-      slots[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
+      mine[half] = __ballot_sync(~0u, slots.half[half] != kNoSlot);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) mine[half] = __ballot_sync(~0u, slots[half] != kNoSlot);
   }
 
   __device__ bool Any() const { return (mine[0] | mine[1]) != 0; }
@@ -71,22 +132,24 @@ struct Placement {
   __device__ int32_t Row(int half, bool by_token) const {
     const uint32_t lane_bit = 1u << (threadIdx.x % 32);
     const uint32_t first = half == 0 ? mine[0] & -mine[0] : mine[0] != 0 ? 0 : mine[1] & -mine[1];
-    return ((by_token ? first : mine[half]) & lane_bit) != 0 ? slots[half] : kNoSlot;
+    return ((by_token ? first : mine[half]) & lane_bit) != 0 ? slots.half[half] : kNoSlot;
   }
 
   // The row of the first pair that has one.
   __device__ int32_t SomeRow() const {
-    const int32_t low = __shfl_sync(~0u, slots[0], __ffs(mine[0]) - 1);
-    const int32_t high = __shfl_sync(~0u, slots[1], __ffs(mine[1]) - 1);
+    const int32_t low = __shfl_sync(~0u, slots.half[0], __ffs(mine[0]) - 1);
+    const int32_t high = __shfl_sync(~0u, slots.half[1], __ffs(mine[1]) - 1);
     return mine[0] != 0 ? low : high;
   }
 };
 
-// Brings token `token` of rank `source` to its rows here.
-template <typename Mover, bool kCasts>
-__device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mover, int32_t source,
-                          int32_t token) {
-  const Placement placement(args, source, token);
+// Brings token `token` of rank `source` to its rows here. `ahead()` is called where there is something
+// to wait for.
+template <typename Mover, bool kCasts, typename Ahead>
+__device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mover,
+                          const PulledToken& pulled, const PairSlots& slots, Ahead ahead) {
+  const auto [source, token] = pulled;
+  const Placement placement(slots);
   if (!placement.Any()) return;
   const Workspace& workspace = args.common.workspace;
   const int32_t num_topk = args.common.shape.num_topk;
@@ -105,6 +168,8 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
     __syncwarp();  // what lane 0 has seen, all may read
   }
 
+  ahead();
+
   // The values arrive while the rows are moved.
   const PairValues& values = args.values;
   const std::byte* const token_values =
@@ -113,7 +178,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   uint64_t value[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (values.rows == nullptr || placement.slots[half] == kNoSlot) continue;
+    if (values.rows == nullptr || placement.slots.half[half] == kNoSlot) continue;
     value[half] = good ? LoadValue(token_values + (half * 32 + lane) * values.bytes, values.bytes)
                        : ~uint64_t{0};
   }
@@ -146,9 +211,9 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t k = half * 32 + lane;
-    const bool has_row = placement.slots[half] != kNoSlot;
+    const bool has_row = placement.slots.half[half] != kNoSlot;
     if (k >= num_topk || !(has_row || by_token)) continue;
-    const int64_t index = by_token ? shared_row * num_topk + k : placement.slots[half];
+    const int64_t index = by_token ? shared_row * num_topk + k : placement.slots.half[half];
     StoreValue(values.rows + index * values.bytes, value[half], values.bytes);
   }
 }
@@ -203,33 +268,36 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
           if (kCasts || peer != workspace.rank) operation.Ready(peer, token);
         }
       });
-    } else if (warp < args.stage_warps || !kCasts) {
-      Ring ring(own_shared);  // only if kCasts is there memory for it, and use
-      // All that can stage one token, so that the others soon have something to pull.
-      ForEachTask(
-          operation, kStageQueue, args.common.num_tokens,
-          [&](int32_t token) {
-            StageToken<Ring, kCasts>(args, ring, token);
-            publisher.Finished(token);
-          },
-          warp < args.stage_warps ? ~0u : 1);
-      publisher.End();
     } else {
+      if (warp < args.stage_warps) {
+        StageQueue<Ring> queue(args, operation, kStageQueue, own_shared);
+        for (int32_t token; (token = queue.NextToken()) >= 0;) {
+          StageToken<kCasts>(args, queue, token);
+          publisher.Finished(token);
+        }
+      }
       publisher.End();
     }
   }
   if (warp < args.stage_warps) {
     FillRows(args, args.stage_warps * 32, 0, [](int32_t source) { return source < 0; });
   }
-  // The tokens of all ranks in the order in which they become ready, the ranks in turn, beginning
-  // after this one so that not all ranks pull from the same.
   Mover mover(own_shared);
-  ForEachTask(operation, kPullQueue, int64_t{shape.num_ranks} * shape.max_tokens_per_rank,
-              [&](int32_t task) {
-                const int32_t source =
-                    (workspace.rank + 1 + task % shape.num_ranks) % shape.num_ranks;
-                PullToken<Mover, kCasts>(args, operation, mover, source, task / shape.num_ranks);
-              });
+  const PullOrder order(args);
+  const auto load_slots = [&](PulledToken pulled) {
+    return LoadSlots(args, pulled.source, pulled.token);
+  };
+  // The slots of the next task are loaded while a token is moved.
+  uint32_t loaded = ~0u;
+  PairSlots next_slots = {};
+  ForEachTask(operation, kPullQueue, order.num_tasks(), [&](int32_t task, auto peek) {
+    const PulledToken pulled = order.At(task);
+    const PairSlots slots = static_cast<uint32_t>(task) == loaded ? next_slots : load_slots(pulled);
+    PullToken<Mover, kCasts>(args, operation, mover, pulled, slots, [&] {
+      loaded = peek();
+      if (loaded < order.num_tasks()) next_slots = load_slots(order.At(loaded));
+    });
+  });
   mover.Finish();
   operation.Leave();
 }
@@ -244,8 +312,8 @@ Status LaunchWith(cudaStream_t stream, MoveArgs args) {
       casts ? DispatchKernel<Mover, Ring, true> : DispatchKernel<Mover, Ring, false>;
   constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
   args.stage_warps = static_cast<int32_t>(
-      casts ? std::min<int64_t>(kStageWarps, MaxSharedBytes(kernel) / kBytes) : kStageWarps);
-  const int64_t warps = Mover::kSharedBytes > 0 ? kWarps : casts ? args.stage_warps : 0;
+      std::min<int64_t>(kStageWarps, MaxSharedBytes(kernel) / kBytes));
+  const int64_t warps = Mover::kSharedBytes > 0 ? kWarps : args.stage_warps;
   return Launch(kernel, args.common.workspace.num_sms, kWarps * 32, warps * kBytes, stream, args);
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "csrc/cuda/kernels.h"
+#include "csrc/cuda/quantize.cuh"
 #include "csrc/cuda/testing/world.h"
 
 namespace jax_ep::cuda {
@@ -60,7 +61,18 @@ std::vector<Case> Cases() {
     add("e5m2", [](Case& c) { c.dtype = DType::kF8E5M2; c.row_elements = {48}; });
     add("plain sum", [](Case& c) { c.weighted = false; });
     add("cast from bf16", [](Case& c) { c.quantize = Quantize::kFp8; c.row_elements = {2880, 7}; });
-    // The last block of a row is 1 to 3 vectors, in each place that a lane's four vectors have.
+    add("cast, whole blocks, beside others", [](Case& c) {
+      c.quantize = Quantize::kFp8;
+      c.casts_all = false;
+      c.row_elements = {7168, 24, 256, 7, 1152, 4000};
+    });
+    add("cast from f32, whole blocks, beside others", [](Case& c) {
+      c.dtype = DType::kF32;
+      c.quantize = Quantize::kFp8;
+      c.casts_all = false;
+      c.row_elements = {128, 1028, 2560, 3, 384};
+    });
+    // The last block of a row is 1 to 3 vectors, and its lanes' vectors are in every place.
     add("cast, short last blocks", [](Case& c) {
       c.quantize = Quantize::kFp8;
       c.row_elements = {264, 392, 528, 784, 920, 1032};
@@ -109,9 +121,31 @@ std::vector<Case> SmallCases(double timeout_s) {
     add("odd bytes", [](Case& c) { c.dtype = DType::kF8E4M3FN; c.row_elements = {7, 33}; });
     add("f32, plain sum", [](Case& c) { c.dtype = DType::kF32; c.weighted = false; });
     add("cast", [](Case& c) { c.quantize = Quantize::kFp8; c.row_elements = {260, 264}; });
+    add("cast beside others", [](Case& c) {
+      c.quantize = Quantize::kFp8;
+      c.casts_all = false;
+      c.row_elements = {384, 24, 2304};
+    });
     add("uneven", [](Case& c) { c.uneven = true; });
   }
   return cases;
+}
+
+// Counts the magnitudes of which InverseOf is not what a division gives.
+__global__ void CountWrongInverses(uint32_t least, uint32_t* wrong) {
+  for (uint64_t bits = least + blockIdx.x * blockDim.x + threadIdx.x; bits < 0x7f800000;
+       bits += gridDim.x * blockDim.x) {
+    const float amax = __uint_as_float(static_cast<uint32_t>(bits));
+    if (InverseOf(amax) != 448.0f / amax) atomicAdd(wrong, 1u);
+  }
+}
+
+void CheckInverses() {
+  testing::Array<uint32_t> wrong(1);
+  wrong.Upload();
+  CountWrongInverses<<<1024, 256>>>((127 - 107) << 23, wrong.device);
+  Must(cudaDeviceSynchronize());
+  CHECK_EQ(wrong.Download()[0], 0u);
 }
 
 // Times the operations of a case back to back, as the host sees them.
@@ -353,7 +387,10 @@ int main(int argc, char** argv) {
     CheckOperations(c);
     if (c.layout != jax_ep::Layout::kRank) CheckOverlap(c);
   }
-  if (!small) CheckReplay(cases[0]);
+  if (!small) {
+    CheckReplay(cases[0]);
+    CheckInverses();
+  }
   CheckTickets(cases[0]);
   std::printf("%zu cases passed\n", cases.size());
   return 0;

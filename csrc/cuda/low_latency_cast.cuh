@@ -53,7 +53,7 @@ __device__ __forceinline__ void CastRowVectors(const Team& team, const Leaf& lea
       for (int delta = 1; delta < kGroup; delta *= 2) {
         magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, delta));
       }
-      const BlockScale scale = ScaleOf(leaf.quantize, magnitude);
+      const BlockScale scale = BlockScaleOf(leaf.quantize, magnitude);
       const uint32_t low = CastFour(&x[0], scale.inverse);
       const uint32_t high = kElements == 8 ? CastFour(&x[kElements - 4], scale.inverse) : 0;
       const int32_t column = indices[u] * kElements;

@@ -71,11 +71,11 @@ class VectorMover {
 };
 
 // Through shared memory by the copy engine (sm_90): addresses and sizes are multiples of 16 bytes.
-// While a piece is stored, the next one is already loading.
+// While a piece is stored, the next ones are already loading.
 class BulkMover {
  public:
   static constexpr int64_t kMaxBytes = 3584;  // of one piece
-  static constexpr int kStages = 3;
+  static constexpr int kStages = 4;
   // The copy engine is slower, by 40 %, where buffers are not aligned to 128 bytes.
   static constexpr int64_t kSharedBytes = kStages * kMaxBytes + 128;
 
@@ -101,24 +101,26 @@ class BulkMover {
   __device__ void Move(const std::byte* from, int64_t bytes, std::byte* to) {
 #if __CUDA_ARCH__ >= 900
     const int stage = count_ % kStages;
-    ptx::BulkWaitRead<kStages - 2>();
+    ptx::BulkWaitRead<kStages - 1 - kLoading>();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       ptx::BarrierExpect(&barriers_[stage], static_cast<uint32_t>(bytes));
       ptx::BulkLoad(buffers_ + stage * kMaxBytes, from, static_cast<uint32_t>(bytes),
                     &barriers_[stage]);
     }
-    StoreLast();
-    to_ = to;
-    bytes_ = static_cast<uint32_t>(bytes);
+    StoreOldest();
+    to_[0] = to;
+    bytes_[0] = static_cast<uint32_t>(bytes);
     ++count_;
 #endif
   }
 
   __device__ void Finish() {
 #if __CUDA_ARCH__ >= 900
-    StoreLast();
-    bytes_ = 0;
+    for (int i = 0; i < kLoading; ++i) {
+      StoreOldest();
+      ++count_;
+    }
     ptx::BulkWait();
     ptx::FenceProxyAsync();
     __syncwarp();
@@ -126,21 +128,33 @@ class BulkMover {
   }
 
  private:
+  static constexpr int kLoading = 2;  // pieces that are loading between calls
+
 #if __CUDA_ARCH__ >= 900
-  // Sends the piece loaded last to its places.
-  __device__ void StoreLast() {
-    if (bytes_ == 0) return;
-    const uint32_t last = count_ - 1;
-    ptx::BarrierWait(&barriers_[last % kStages], last / kStages % 2);
-    if (to_ != nullptr) ptx::BulkStore(to_, buffers_ + last % kStages * kMaxBytes, bytes_);
-    ptx::BulkCommit();
+  // Sends the piece that has been loading longest to its places.
+  __device__ void StoreOldest() {
+    const uint32_t bytes = bytes_[kLoading - 1];
+    if (bytes != 0) {
+      const uint32_t piece = count_ - kLoading;
+      ptx::BarrierWait(&barriers_[piece % kStages], piece / kStages % 2);
+      std::byte* const to = to_[kLoading - 1];
+      if (to != nullptr) ptx::BulkStore(to, buffers_ + piece % kStages * kMaxBytes, bytes);
+      ptx::BulkCommit();
+    }
+#pragma unroll
+    for (int i = kLoading - 1; i > 0; --i) {
+      to_[i] = to_[i - 1];
+      bytes_[i] = bytes_[i - 1];
+    }
+    bytes_[0] = 0;
   }
 #endif
 
   std::byte* const buffers_;
   uint64_t* const barriers_;
-  std::byte* to_ = nullptr;
-  uint32_t bytes_ = 0;  // of the piece loaded last, until it is finished
+  // Of the pieces that are loading, the latest first; no bytes where there is none.
+  std::byte* to_[kLoading] = {};
+  uint32_t bytes_[kLoading] = {};
   uint32_t count_ = 0;  // pieces so far
 };
 

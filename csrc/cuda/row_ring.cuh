@@ -7,7 +7,7 @@
 #include "csrc/cuda/ptx/async_copy.cuh"
 #include "csrc/cuda/ptx/tma.cuh"
 
-// A warp's queue of row pieces, which travel into shared memory while earlier ones are being summed.
+// A warp's queue of row pieces, which travel into shared memory while earlier ones are being used.
 // They come and go in batches, because waiting for one takes as many instructions as adding it. All
 // lanes make all calls:
 //
@@ -15,7 +15,7 @@
 //                      bytes; or LoadNothing(). kStages - 1 loads, none more, lie between a Front
 //                      and the load that it waits for.
 //   Front()            waits for the oldest batch and gives its address; its pieces are kPieceBytes
-//                      apart, and lane l may read their vectors l, l + 32, ...
+//                      apart.
 //   Pop()              is done with it.
 //
 // Addresses and sizes are multiples of 16 bytes.
@@ -46,6 +46,19 @@ class BulkRing : public RingShape {
     __syncwarp();
 #endif
   }
+
+  // Leaves its shared memory to others.
+  __device__ ~BulkRing() {
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      for (int i = 0; i < kStages; ++i) ptx::BarrierInvalidate(&barriers_[i]);
+    }
+    ptx::FenceProxyAsyncShared();
+    __syncwarp();
+#endif
+  }
+  BulkRing(const BulkRing&) = delete;
 
   __device__ __forceinline__ void Load(const std::byte* from, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -85,7 +98,7 @@ class BulkRing : public RingShape {
   uint32_t round_ = 0;  // parity of the front batch's barrier
 };
 
-// By asynchronous copies of single vectors (sm_80): each lane copies what it reads itself.
+// By asynchronous copies of single vectors (sm_80).
 class VectorRing : public RingShape {
  public:
   static constexpr int64_t kSharedBytes = kStages * kBatchBytes;
@@ -109,10 +122,14 @@ class VectorRing : public RingShape {
 
   __device__ __forceinline__ const std::byte* Front() {
     ptx::AsyncWait<kStages - 1>();
+    __syncwarp();  // each lane has waited for what it copied itself
     return batches_ + front_ * kBatchBytes;
   }
 
-  __device__ __forceinline__ void Pop() { front_ = front_ + 1 == kStages ? 0 : front_ + 1; }
+  __device__ __forceinline__ void Pop() {
+    __syncwarp();
+    front_ = front_ + 1 == kStages ? 0 : front_ + 1;
+  }
 
  private:
   std::byte* const batches_;

@@ -307,21 +307,20 @@ class Operation {
   uint32_t epoch_ = 0;
 };
 
-// Calls `work` with those of a queue's `count` tasks that this warp gets to take, `most` at most.
+// Calls `work(task, peek)` with those of a queue's `count` tasks that this warp gets to take. `peek()`,
+// by all lanes, is the task that will be next, or a number not below `count`.
 template <typename Work>
 __device__ __forceinline__ void ForEachTask(const Operation& operation, int queue, int64_t count,
-                                            Work work, uint32_t most = ~0u) {
-  uint32_t taken = 0;
-  auto take = [&]() -> uint32_t {
-    if (taken == most) return ~0u;
-    ++taken;
+                                            Work work) {
+  const auto take = [&]() -> uint32_t {
     return threadIdx.x % 32 == 0 ? operation.TakeTask(queue) : 0;
   };
   uint32_t task = __shfl_sync(~0u, take(), 0);
   while (task < count) {
     const uint32_t next = take();  // arrives while this one is worked on
-    work(static_cast<int32_t>(task));
-    task = __shfl_sync(~0u, next, 0);
+    const auto peek = [&] { return __shfl_sync(~0u, next, 0); };
+    work(static_cast<int32_t>(task), peek);
+    task = peek();
   }
 }
 

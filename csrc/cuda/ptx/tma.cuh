@@ -17,6 +17,11 @@ __device__ __forceinline__ void BarrierInit(uint64_t* barrier, uint32_t arrivals
                : "memory");
 }
 
+// Ends the barrier's life, after which its memory can be used for other things.
+__device__ __forceinline__ void BarrierInvalidate(uint64_t* barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+
 // Makes the initialised barriers known to the copy engine.
 __device__ __forceinline__ void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -65,6 +65,7 @@ struct Case {
   std::vector<int64_t> row_elements = {64};
   DType dtype = DType::kBF16;
   Quantize quantize = Quantize::kNone;
+  bool casts_all = true;  // or only leaves 0, 2, ...
   double unrouted = 0.1;
   bool weighted = true;
   bool uneven = false;  // the first rank has no tokens, the last num_tokens
@@ -76,12 +77,21 @@ struct Case {
     return uneven && num_ranks > 1 ? num_tokens * rank / (num_ranks - 1) : num_tokens;
   }
 
-  DType row_dtype() const { return quantize == Quantize::kNone ? dtype : DType::kF8E4M3FN; }
-  // Of one leaf's row.
-  int64_t scale_bytes(int64_t elements) const {
-    return quantize == Quantize::kNone
+  // Of a leaf.
+  Quantize quantize_of(size_t leaf) const {
+    return casts_all || leaf % 2 == 0 ? quantize : Quantize::kNone;
+  }
+  DType row_dtype(size_t leaf) const {
+    return quantize_of(leaf) == Quantize::kNone ? dtype : DType::kF8E4M3FN;
+  }
+  int64_t row_bytes(size_t leaf) const {
+    return row_elements[leaf] * StorageBytes(row_dtype(leaf));
+  }
+  int64_t scale_bytes(size_t leaf) const {
+    return quantize_of(leaf) == Quantize::kNone
                ? 0
-               : NumBlocks(static_cast<int32_t>(elements)) * ScaleBytes(quantize);
+               : NumBlocks(static_cast<int32_t>(row_elements[leaf])) *
+                     ScaleBytes(quantize_of(leaf));
   }
 };
 
@@ -135,8 +145,8 @@ class World {
     layout_.num_topk = c.num_topk;
     layout_.max_tokens_per_rank = c.max_tokens;
     layout_.low_latency = c.layout != Layout::kRank;
-    for (const int64_t elements : c.row_elements) {
-      layout_.max_row_bytes += elements * StorageBytes(c.row_dtype()) + c.scale_bytes(elements);
+    for (size_t i = 0; i < c.row_elements.size(); ++i) {
+      layout_.max_row_bytes += c.row_bytes(i) + c.scale_bytes(i);
     }
     ranks_.resize(c.num_ranks);
     for (int32_t r = 0; r < c.num_ranks; ++r) Fill(r);
@@ -315,10 +325,10 @@ class World {
       for (size_t i = 0; i < rank.tokens.size(); ++i) {
         const int64_t elements = case_.row_elements[i];
         d.leaves.push_back({rank.tokens[i]->host.data(), rank.rows[i]->host.data(),
-                            elements * StorageBytes(case_.row_dtype()), case_.quantize,
-                            case_.dtype, static_cast<int32_t>(elements),
-                            rank.scales[i]->host.data(), case_.scale_bytes(elements)});
-        b.leaves.push_back({case_.row_dtype(), rank.rows[i]->host.data(), rank.sums[i]->host.data(),
+                            case_.row_bytes(i), case_.quantize_of(i), case_.dtype,
+                            static_cast<int32_t>(elements), rank.scales[i]->host.data(),
+                            case_.scale_bytes(i)});
+        b.leaves.push_back({case_.row_dtype(i), rank.rows[i]->host.data(), rank.sums[i]->host.data(),
                             elements});
       }
       dispatch.push_back(d);
@@ -414,15 +424,15 @@ class World {
     rank.expert_counts = std::make_unique<Ints>(shape_.num_local_experts());
     rank.num_rows = std::make_unique<Ints>(1);
     rank.num_dropped = std::make_unique<Ints>(1);
-    for (const int64_t elements : case_.row_elements) {
-      const int64_t bytes = elements * StorageBytes(case_.row_dtype());
+    for (size_t leaf = 0; leaf < case_.row_elements.size(); ++leaf) {
+      const int64_t elements = case_.row_elements[leaf];
       rank.tokens.push_back(
           std::make_unique<Bytes>(num_tokens * elements * StorageBytes(case_.dtype)));
       for (int64_t i = 0; i < num_tokens * elements; ++i) Random(rank.tokens.back()->host, i);
       rank.tokens.back()->Upload();
-      rank.rows.push_back(std::make_unique<Bytes>(rows * bytes));
-      rank.scales.push_back(std::make_unique<Bytes>(rows * case_.scale_bytes(elements)));
-      rank.sums.push_back(std::make_unique<Bytes>(num_tokens * bytes));
+      rank.rows.push_back(std::make_unique<Bytes>(rows * case_.row_bytes(leaf)));
+      rank.scales.push_back(std::make_unique<Bytes>(rows * case_.scale_bytes(leaf)));
+      rank.sums.push_back(std::make_unique<Bytes>(num_tokens * case_.row_bytes(leaf)));
     }
     rank.weights = std::make_unique<Array<float>>(pairs);
     for (float& weight : rank.weights->host) weight = static_cast<float>(random_() % 1000) / 997.0f;
@@ -493,7 +503,7 @@ class World {
     args.row_source = rank.row_source->device;
     args.row_topk_idx = rank.row_topk_idx->device;
     args.recv_slots = rank.recv_slots->device;
-    args.dtype = case_.row_dtype();
+    args.dtype = case_.dtype;
     return args;
   }
 
@@ -501,7 +511,7 @@ class World {
     Leaf& leaf = args->leaves[args->num_leaves++];
     leaf.tokens = tokens;
     leaf.rows = rows;
-    leaf.row_bytes = case_.row_elements[i] * StorageBytes(case_.row_dtype());
+    leaf.row_bytes = case_.row_bytes(i);
     leaf.staging_offset = args->staging_row_bytes;
     args->staging_row_bytes += (leaf.row_bytes + 15) / 16 * 16;
   }
@@ -509,13 +519,13 @@ class World {
   // The same for dispatch, which may cast.
   void AddDispatchLeaf(MoveArgs* args, const Rank& rank, size_t i) {
     AddLeaf(args, rank.tokens[i]->device, rank.rows[i]->device, i);
-    if (case_.quantize == Quantize::kNone) return;
+    if (case_.quantize_of(i) == Quantize::kNone) return;
     Leaf& leaf = args->leaves[i];
-    leaf.quantize = case_.quantize;
+    leaf.quantize = case_.quantize_of(i);
     leaf.dtype = case_.dtype;
     leaf.columns = static_cast<int32_t>(case_.row_elements[i]);
     leaf.scales = rank.scales[i]->device;
-    leaf.scale_bytes = case_.scale_bytes(case_.row_elements[i]);
+    leaf.scale_bytes = case_.scale_bytes(i);
     leaf.scales_offset = args->staging_row_bytes;
     args->staging_row_bytes += (leaf.scale_bytes + 15) / 16 * 16;
   }
