@@ -23,7 +23,6 @@ constexpr int kWarps = 16;
 constexpr int kStageWarps = 8;
 constexpr int kStageQueue = 0;
 constexpr int kPullQueue = 1;
-constexpr int32_t kOwnBehind = 0;
 
 // Puts one of this rank's tokens, the queue's latest, into its workspace.
 template <bool kCasts, typename Queue>
@@ -62,38 +61,14 @@ __device__ void StageToken(const MoveArgs& args, Queue& queue, int32_t token) {
 struct PulledToken {
   int32_t source;
   int32_t token;
-};
 
-// The order in which this rank pulls the tokens of all: that in which they become ready, the ranks in
-// turn, beginning after this one so that not all pull from the same. Its own tokens are kOwnBehind
-// behind, so as not to be in the way of the first ones that others wait for.
-class PullOrder {
- public:
-  __device__ explicit PullOrder(const MoveArgs& args)
-      : rank_(args.common.workspace.rank),
-        num_ranks_(args.common.shape.num_ranks),
-        num_tokens_(args.common.shape.max_tokens_per_rank),
-        behind_(min(num_tokens_, kOwnBehind)) {}
-
-  __device__ uint32_t num_tasks() const { return num_ranks_ * num_tokens_; }
-
-  __device__ PulledToken At(int32_t task) const {
-    const int32_t others = num_ranks_ - 1;
-    if (task < others * behind_) {
-      return {(rank_ + 1 + task % others) % num_ranks_, task / others};
-    }
-    task -= others * behind_;
-    const int32_t in_turn = num_tokens_ - behind_;
-    if (task >= num_ranks_ * in_turn) return {rank_, task - others * in_turn};
-    const int32_t source = (rank_ + 1 + task % num_ranks_) % num_ranks_;
-    return {source, task / num_ranks_ + (source == rank_ ? 0 : behind_)};
+  // Of a pull task. They are the tokens of all ranks in the order in which they become ready, the
+  // ranks in turn, beginning after this one so that not all pull from the same.
+  __device__ PulledToken(const MoveArgs& args, int32_t task) {
+    const int32_t num_ranks = args.common.shape.num_ranks;
+    source = (args.common.workspace.rank + 1 + task % num_ranks) % num_ranks;
+    token = task / num_ranks;
   }
-
- private:
-  const int32_t rank_;
-  const int32_t num_ranks_;
-  const int32_t num_tokens_;  // of each
-  const int32_t behind_;
 };
 
 // Of a token of some rank, the slots on this one: of the pairs k = lane and lane + 32.
@@ -101,9 +76,10 @@ struct PairSlots {
   int32_t half[2];
 };
 
-__device__ PairSlots LoadSlots(const MoveArgs& args, int32_t source, int32_t token) {
+__device__ PairSlots LoadSlots(const MoveArgs& args, const PulledToken& pulled) {
   const Shape& shape = args.common.shape;
-  const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
+  const int64_t first =
+      (int64_t{pulled.source} * shape.max_tokens_per_rank + pulled.token) * shape.num_topk;
   PairSlots slots;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -283,19 +259,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     FillRows(args, args.stage_warps * 32, 0, [](int32_t source) { return source < 0; });
   }
   Mover mover(own_shared);
-  const PullOrder order(args);
-  const auto load_slots = [&](PulledToken pulled) {
-    return LoadSlots(args, pulled.source, pulled.token);
-  };
+  const int64_t num_tasks = int64_t{shape.num_ranks} * shape.max_tokens_per_rank;
   // The slots of the next task are loaded while a token is moved.
   uint32_t loaded = ~0u;
   PairSlots next_slots = {};
-  ForEachTask(operation, kPullQueue, order.num_tasks(), [&](int32_t task, auto peek) {
-    const PulledToken pulled = order.At(task);
-    const PairSlots slots = static_cast<uint32_t>(task) == loaded ? next_slots : load_slots(pulled);
+  ForEachTask(operation, kPullQueue, num_tasks, [&](uint32_t task, auto peek) {
+    const PulledToken pulled(args, task);
+    const PairSlots slots = task == loaded ? next_slots : LoadSlots(args, pulled);
     PullToken<Mover, kCasts>(args, operation, mover, pulled, slots, [&] {
       loaded = peek();
-      if (loaded < order.num_tasks()) next_slots = load_slots(order.At(loaded));
+      if (loaded < num_tasks) next_slots = LoadSlots(args, PulledToken(args, loaded));
     });
   });
   mover.Finish();
