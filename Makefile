@@ -1,14 +1,15 @@
 # Everything a user or CI types. The work is in bazel/*.sh.
 #
 #   PYTHON=...  the interpreter for .venv, or for the wheel (default: the first Python >= 3.11 found)
-#               or, for test-gpu, a Python that has jax_ep and jax with CUDA (default: .venv's)
-#   BINARY=...  for sanitize, a csrc/cuda/kernels_test that has been built elsewhere
+#               or, for test-gpu and measure, a Python that has jax_ep and jax with CUDA (default:
+#               .venv's)
+#   BINARY=...  for sanitize and measure, a csrc/cuda/kernels_test that has been built elsewhere
 #   BAZEL=...   the Bazel (default: bazel or bazelisk on the PATH, else Debian's, installed)
 
 # What `make decode` decodes with; written when the training has ended.
 trained := build/decode_moe/400
 
-.PHONY: help setup test test-fast test-gpu sanitize demo decode bench wheel lock clean
+.PHONY: help setup test test-fast test-gpu measure sanitize demo decode bench wheel lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/make \1 -/p' Makefile
@@ -23,7 +24,10 @@ test-fast: setup  ## the Python tests that are not slow
 	@.venv/bin/python -m pytest -q -m "not slow" tests
 
 test-gpu: $(if $(PYTHON),,setup)  ## the quick tests on the GPUs here, their ranks arranged in every way
-	@$(or $(PYTHON),.venv/bin/python) -m jax_ep.testing.gpus
+	@PYTHONSAFEPATH=1 $(or $(PYTHON),.venv/bin/python) -m jax_ep.testing.gpus
+
+measure: $(if $(PYTHON),,setup)  ## test and time all GPUs here together, into build/measured, in 8 minutes
+	@bazel/measure.sh build/measured
 
 sanitize:  ## the kernels under compute-sanitizer, on a GPU here
 	@bazel/sanitize.sh $(BINARY)

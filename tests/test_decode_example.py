@@ -25,12 +25,13 @@ LAYERS, TOPK = 2, 3
 class Decoder:
     """A tiny model with random weights, and the modules of the example."""
 
-    def __init__(self, example_module, backend):
+    def __init__(self, example_module, backend, num_ranks=NUM_RANKS):
+        self.num_ranks = num_ranks
         self.decoder, self.check, self.dense, model = map(
             example_module, ("decoder", "decode_check", "dense_check", "model"))
         config = model.ModelConfig(
             num_layers=LAYERS, width=16, num_heads=2, expert_width=8, num_experts=8, num_topk=TOPK)
-        mesh = run.make_mesh((NUM_RANKS,), ("expert",))
+        mesh = run.make_mesh((num_ranks,), ("expert",))
         self.group = model.make_group(mesh, config, 2, run.backend_name(backend))
         self.graphdef, shapes = nnx.split(
             nnx.eval_shape(lambda: model.Transformer(config, self.group, rngs=nnx.Rngs(0))))
@@ -43,7 +44,7 @@ class Decoder:
     def start(self, sampling):
         """The step, and the micro-batches before the first one, two sequences a rank each."""
         rng = np.random.default_rng(0)
-        prompts = [rng.bytes(1 + i % 5) for i in range(4 * NUM_RANKS)]
+        prompts = [rng.bytes(1 + i % 5) for i in range(4 * self.num_ranks)]
         batches = self.decoder.micro_batches(
             nnx.merge(self.graphdef, self.params), self.group, prompts, NUM_NEW)
         return self.decoder.make_step(self.graphdef, self.params, self.group, sampling), batches
@@ -105,6 +106,15 @@ def test_the_text_is_that_of_the_dense_model(decoder, temperature):
     assert comparison.num_compared == len(text) * NUM_NEW
     assert comparison.mismatches == [] and comparison.routing_error < 0
     assert decoder.check.check(comparison)
+
+
+def test_one_device_decodes_too(example_module):
+    """Where placing an array copies nothing, and no array may be donated twice."""
+    decoder = Decoder(example_module, "native", num_ranks=1)
+    with decoder.group:
+        text, prompt_length, end, _ = joined(decoder.generate(decoder.decoder.Sampling()))
+    np.testing.assert_array_equal(end, prompt_length + NUM_NEW)
+    assert text.any(axis=1).all()
 
 
 def test_an_ended_sequence_stays_as_it_is_and_has_no_experts(decoder):
