@@ -37,8 +37,9 @@ struct BlockScale {
   uint32_t bits;  // of the scale: a float32, or an e8m0 in the low byte
 };
 
-// The scale of a block from the largest Magnitude in it. `inverse_of(amax)` is 448 / amax, rounded to
-// nearest, for a finite amax of 2^-107 at least. Without branches, on which kernels would wait.
+// The scale of a block from the largest Magnitude in it. `inverse_of(amax)` is 448 / amax, rounded
+// to nearest, for an amax of 2^-107 at least; if that is infinite or NaN it is not used. Without
+// branches, on which kernels would wait.
 template <typename Inverse>
 JAX_EP_ALWAYS_INLINE BlockScale ScaleOf(Quantize quantize, uint32_t magnitude,
                                         const Inverse& inverse_of) {

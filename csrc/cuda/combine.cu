@@ -5,6 +5,7 @@
 #include "csrc/cuda/copy.cuh"
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/pairs.cuh"
 #include "csrc/cuda/payload.cuh"
 #include "csrc/cuda/publisher.cuh"
 #include "csrc/cuda/row_ring.cuh"
@@ -36,13 +37,6 @@ struct alignas(16) Term {
   }
   __device__ bool ends_rank() const { return (marked_row & kEndsRank) != 0; }
   __device__ bool whole() const { return (marked_row & kWhole) != 0; }
-};
-
-// The pairs of a token as one warp holds them: a lane stands for k = lane and k = lane + 32.
-struct Pairs {
-  int32_t values[2];
-  __device__ int32_t& operator[](int half) { return values[half]; }
-  __device__ int32_t operator[](int half) const { return values[half]; }
 };
 
 // The sums of one warp, of rows of dtype T.
@@ -223,13 +217,7 @@ __device__ const std::byte* LocalValue(const MoveArgs& args, int32_t slot, int32
 // none.
 template <typename Sums>
 __device__ bool PushToken(const MoveArgs& args, Sums& sums, int32_t source, int32_t token) {
-  const Shape& shape = args.common.shape;
-  const int64_t first = (int64_t{source} * shape.max_tokens_per_rank + token) * shape.num_topk;
-  Pairs slots;
-  for (int half = 0; half < 2; ++half) {
-    const int32_t k = half * 32 + threadIdx.x % 32;
-    slots[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
-  }
+  const Pairs slots = ReceivedSlots(args, source, token);
   if (!__any_sync(~0u, slots[0] != kNoSlot || slots[1] != kNoSlot)) return false;
   std::byte* const staged = StagedRow(args, source, args.common.workspace.rank, token);
   for (int32_t i = 0; i < args.num_leaves; ++i) {

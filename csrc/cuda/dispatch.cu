@@ -5,6 +5,7 @@
 #include "csrc/cuda/kernels.h"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/mover.cuh"
+#include "csrc/cuda/pairs.cuh"
 #include "csrc/cuda/payload.cuh"
 #include "csrc/cuda/publisher.cuh"
 #include "csrc/cuda/row_ring.cuh"
@@ -71,33 +72,15 @@ struct PulledToken {
   }
 };
 
-// Of a token of some rank, the slots on this one: of the pairs k = lane and lane + 32.
-struct PairSlots {
-  int32_t half[2];
-};
-
-__device__ PairSlots LoadSlots(const MoveArgs& args, const PulledToken& pulled) {
-  const Shape& shape = args.common.shape;
-  const int64_t first =
-      (int64_t{pulled.source} * shape.max_tokens_per_rank + pulled.token) * shape.num_topk;
-  PairSlots slots;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
-    slots.half[half] = k < shape.num_topk ? args.recv_slots[first + k] : kNoSlot;
-  }
-  return slots;
-}
-
 // The rows of a token.
 struct Placement {
-  PairSlots slots;
+  Pairs slots;
   uint32_t mine[2];  // the lanes whose pair has a row here
 
-  __device__ explicit Placement(const PairSlots& pair_slots) : slots(pair_slots) {
+  __device__ explicit Placement(const Pairs& pair_slots) : slots(pair_slots) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      mine[half] = __ballot_sync(~0u, slots.half[half] != kNoSlot);
+      mine[half] = __ballot_sync(~0u, slots[half] != kNoSlot);
     }
   }
 
@@ -108,22 +91,22 @@ struct Placement {
   __device__ int32_t Row(int half, bool by_token) const {
     const uint32_t lane_bit = 1u << (threadIdx.x % 32);
     const uint32_t first = half == 0 ? mine[0] & -mine[0] : mine[0] != 0 ? 0 : mine[1] & -mine[1];
-    return ((by_token ? first : mine[half]) & lane_bit) != 0 ? slots.half[half] : kNoSlot;
+    return ((by_token ? first : mine[half]) & lane_bit) != 0 ? slots[half] : kNoSlot;
   }
 
   // The row of the first pair that has one.
   __device__ int32_t SomeRow() const {
-    const int32_t low = __shfl_sync(~0u, slots.half[0], __ffs(mine[0]) - 1);
-    const int32_t high = __shfl_sync(~0u, slots.half[1], __ffs(mine[1]) - 1);
+    const int32_t low = __shfl_sync(~0u, slots[0], __ffs(mine[0]) - 1);
+    const int32_t high = __shfl_sync(~0u, slots[1], __ffs(mine[1]) - 1);
     return mine[0] != 0 ? low : high;
   }
 };
 
-// Brings token `token` of rank `source` to its rows here. `ahead()` is called where there is something
-// to wait for.
+// Brings a token, which has these slots here, to its rows. `ahead()` is called where there is
+// something to wait for.
 template <typename Mover, bool kCasts, typename Ahead>
 __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mover,
-                          const PulledToken& pulled, const PairSlots& slots, Ahead ahead) {
+                          const PulledToken& pulled, const Pairs& slots, Ahead ahead) {
   const auto [source, token] = pulled;
   const Placement placement(slots);
   if (!placement.Any()) return;
@@ -154,7 +137,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   uint64_t value[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (values.rows == nullptr || placement.slots.half[half] == kNoSlot) continue;
+    if (values.rows == nullptr || placement.slots[half] == kNoSlot) continue;
     value[half] = good ? LoadValue(token_values + (half * 32 + lane) * values.bytes, values.bytes)
                        : ~uint64_t{0};
   }
@@ -187,9 +170,9 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t k = half * 32 + lane;
-    const bool has_row = placement.slots.half[half] != kNoSlot;
+    const bool has_row = placement.slots[half] != kNoSlot;
     if (k >= num_topk || !(has_row || by_token)) continue;
-    const int64_t index = by_token ? shared_row * num_topk + k : placement.slots.half[half];
+    const int64_t index = by_token ? shared_row * num_topk + k : placement.slots[half];
     StoreValue(values.rows + index * values.bytes, value[half], values.bytes);
   }
 }
@@ -262,13 +245,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   const int64_t num_tasks = int64_t{shape.num_ranks} * shape.max_tokens_per_rank;
   // The slots of the next task are loaded while a token is moved.
   uint32_t loaded = ~0u;
-  PairSlots next_slots = {};
+  Pairs next_slots = {};
   ForEachTask(operation, kPullQueue, num_tasks, [&](uint32_t task, auto peek) {
     const PulledToken pulled(args, task);
-    const PairSlots slots = task == loaded ? next_slots : LoadSlots(args, pulled);
+    const Pairs slots =
+        task == loaded ? next_slots : ReceivedSlots(args, pulled.source, pulled.token);
     PullToken<Mover, kCasts>(args, operation, mover, pulled, slots, [&] {
       loaded = peek();
-      if (loaded < num_tasks) next_slots = LoadSlots(args, PulledToken(args, loaded));
+      if (loaded >= num_tasks) return;
+      const PulledToken next(args, loaded);
+      next_slots = ReceivedSlots(args, next.source, next.token);
     });
   });
   mover.Finish();

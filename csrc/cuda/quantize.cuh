@@ -14,7 +14,8 @@
 namespace jax_ep::cuda {
 
 // 448 / amax, rounded to nearest: the steps by which the compiler divides, without its branch for
-// special exponents. So they are taken with the number between 128 and 256 that has amax's mantissa.
+// special exponents. So they are taken with the number between 128 and 256 that has amax's
+// mantissa.
 __device__ __forceinline__ float InverseOf(float amax) {
   const uint32_t bits = __float_as_uint(amax);
   const float x = __uint_as_float((bits & 0x7fffff) | (127u + 7) << 23);

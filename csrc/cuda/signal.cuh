@@ -307,8 +307,8 @@ class Operation {
   uint32_t epoch_ = 0;
 };
 
-// Calls `work(task, peek)` with those of a queue's `count` tasks that this warp gets to take. `peek()`,
-// by all lanes, is the task that will be next, or a number not below `count`.
+// Calls `work(task, peek)` with those of a queue's `count` tasks that this warp gets to take.
+// `peek()`, by all lanes, is the task that will be next, or a number not below `count`.
 template <typename Work>
 __device__ __forceinline__ void ForEachTask(const Operation& operation, int queue, int64_t count,
                                             Work work) {

@@ -10,9 +10,9 @@
 #include "csrc/cuda/stage_queue.cuh"
 #include "csrc/cuda/vector.cuh"
 
-// How a warp puts a row of a token from its StageQueue in place, cast to fp8 or as it is. What takes
-// time in a cast is not its instructions but that they wait for one another: so a lane casts parts of
-// several blocks together.
+// How a warp puts a row of a token from its StageQueue in place, cast to fp8 or as it is. What
+// takes time in a cast is not its instructions but that they wait for one another: so a lane casts
+// parts of several blocks together.
 namespace jax_ep::cuda {
 
 // The largest magnitude in a block, of which kGroup neighbouring lanes have four vectors each.
@@ -53,8 +53,9 @@ __device__ __forceinline__ void CastVectors(Queue& queue, const Leaf& leaf, std:
   constexpr int kPieceBlocks = Queue::kPieceBytes / kBlockBytes;
   static_assert(Queue::kPieceBytes == 4 * 32 * 16);
   const uint32_t block = threadIdx.x % 32 / kGroup;  // of those in a piece
-  // A lane's first vectors, and the distance to others. Eight lanes read at a time: where these have
-  // two blocks, they take the two halves of 128 bytes in another order, to read from different banks.
+  // A lane's first vectors, and the distance to others. Eight lanes read at a time: where these
+  // have two blocks, they take the two halves of 128 bytes in another order, to read from different
+  // banks.
   constexpr uint32_t kNext = kGroup * 16;
   const uint32_t first = block * kBlockBytes + threadIdx.x % kGroup * 16;
   const uint32_t swaps = kGroup == 4 ? block % 2 * kNext : 0;
@@ -141,12 +142,24 @@ __device__ void CastRow(Queue& queue, const Leaf& leaf, int64_t token, std::byte
   }
 }
 
+// Casts a leaf of the queue's token to `values` and `scales`, which are aligned to 16 bytes.
+template <typename Queue>
+__device__ void CastRow(Queue& queue, const Leaf& leaf, int64_t token, std::byte* values,
+                        std::byte* scales) {
+  switch (leaf.dtype) {
+    case DType::kBF16: return CastRow<BF16>(queue, leaf, token, values, scales);
+    case DType::kF16: return CastRow<F16>(queue, leaf, token, values, scales);
+    default: return CastRow<F32>(queue, leaf, token, values, scales);
+  }
+}
+
 // Copies a row that is not cast.
 template <typename Queue>
 __device__ void CopyRow(Queue& queue, const Leaf& leaf, int64_t token, std::byte* values) {
   const std::byte* const from = leaf.tokens + token * leaf.row_bytes;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (!TravelsInBatches(leaf)) {
+    // VectorMover, which has many loads under way, would spill registers here.
     const auto all = reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(leaf.row_bytes) | 8;
     const auto unit = static_cast<int32_t>(all & -all);
     for (int64_t i = lane * unit; i < leaf.row_bytes; i += 32 * unit) {
@@ -163,17 +176,6 @@ __device__ void CopyRow(Queue& queue, const Leaf& leaf, int64_t token, std::byte
     }
     queue.Pop();
     values += Queue::kBatchBytes;
-  }
-}
-
-// Casts a leaf of the queue's token to `values` and `scales`, which are aligned to 16 bytes.
-template <typename Queue>
-__device__ void CastRow(Queue& queue, const Leaf& leaf, int64_t token, std::byte* values,
-                        std::byte* scales) {
-  switch (leaf.dtype) {
-    case DType::kBF16: return CastRow<BF16>(queue, leaf, token, values, scales);
-    case DType::kF16: return CastRow<F16>(queue, leaf, token, values, scales);
-    default: return CastRow<F32>(queue, leaf, token, values, scales);
   }
 }
 
