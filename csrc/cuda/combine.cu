@@ -23,8 +23,12 @@ namespace {
 constexpr int kMaxWarps = 16;
 constexpr int kPushQueue = 0;
 constexpr int kReduceQueue = 1;
+// A batch takes some hundred instructions besides those of its sums, so that two large ones are better
+// than three small ones. 16 warps have no room for larger ones.
+using SumBulkRing = BulkRing<3, 2>;
+using SumVectorRing = VectorRing<3, 2>;
 
-// A row that enters a sum. Two bits at the top of the address, which are otherwise zero, are marks.
+// A row that enters a sum. The bits at the top of the address, which are otherwise zero, are marks.
 template <typename Acc>
 struct alignas(16) Term {
   uint64_t marked_row;
@@ -32,11 +36,13 @@ struct alignas(16) Term {
 
   static constexpr uint64_t kEndsRank = uint64_t{1} << 63;  // the last one of its rank
   static constexpr uint64_t kWhole = uint64_t{1} << 62;     // the only one, and rounded already
+  static constexpr uint64_t kPlain = uint64_t{1} << 61;     // the same with weight 1, for itself
   __device__ const std::byte* row() const {
-    return reinterpret_cast<const std::byte*>(marked_row & ~(kEndsRank | kWhole));
+    return reinterpret_cast<const std::byte*>(marked_row & ~(kEndsRank | kWhole | kPlain));
   }
   __device__ bool ends_rank() const { return (marked_row & kEndsRank) != 0; }
   __device__ bool whole() const { return (marked_row & kWhole) != 0; }
+  __device__ bool plain() const { return (marked_row & kPlain) != 0; }
 };
 
 // The sums of one warp, of rows of dtype T.
@@ -59,27 +65,30 @@ class Sums {
   __device__ void AddLocal(const Leaf& leaf, const Pairs& slots) {
     const int32_t lane = threadIdx.x % 32;
     const bool once = args_.common.shape.layout == Layout::kRank;
+    uint64_t marks = 0;
+    if (once) {
+      marks = args_.row_weights == nullptr ? Term<Acc>::kPlain
+                                           : Term<Acc>::kWhole | Term<Acc>::kEndsRank;
+    }
     const int32_t before = count_;
     for (int half = 0; half < 2; ++half) {
       uint32_t mine = __ballot_sync(~0u, slots[half] != kNoSlot);
       if (once && mine != 0) mine = count_ == before ? mine & -mine : 0;
       if (mine >> lane & 1) {
         terms_[count_ + __popc(mine & ((1u << lane) - 1))] = {
-            reinterpret_cast<uint64_t>(leaf.rows + slots[half] * leaf.row_bytes) |
-                (once ? Term<Acc>::kWhole : 0),
+            reinterpret_cast<uint64_t>(leaf.rows + slots[half] * leaf.row_bytes) | marks,
             RowWeight<Acc>(args_, slots[half])};
       }
       count_ += __popc(mine);
     }
     __syncwarp();
-    if (count_ > before && lane == 0) terms_[count_ - 1].marked_row |= Term<Acc>::kEndsRank;
+    if (!once && count_ > before && lane == 0) terms_[count_ - 1].marked_row |= Term<Acc>::kEndsRank;
     __syncwarp();
   }
 
   __device__ void AddPartial(const std::byte* row) {
     if (threadIdx.x % 32 == 0) {
-      terms_[count_] = {
-          reinterpret_cast<uint64_t>(row) | Term<Acc>::kWhole | Term<Acc>::kEndsRank, 1};
+      terms_[count_] = {reinterpret_cast<uint64_t>(row) | Term<Acc>::kPlain, 1};
     }
     ++count_;
     __syncwarp();
@@ -136,16 +145,18 @@ class Sums {
       const auto* piece = reinterpret_cast<const uint4*>(ring_.Front()) + lane;
       for (int i = 0; i < Ring::kBatch && offset < row_bytes; ++i) {
         const Term<Acc> term = terms_[t];
-        uint4 vectors[kVectors];
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) vectors[v] = piece[v * 32];
+        const bool plain = !kPartial && term.plain();
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           Acc x[kElements];
-          Unpack<T>(vectors[v], x);
+          Unpack<T>(piece[v * 32], x);
 #pragma unroll
           for (int e = 0; e < kElements; ++e) {
-            partial[v][e] = MultiplyAdd(term.weight, x[e], partial[v][e]);
+            if (plain) {
+              total[v][e] += x[e];
+            } else {
+              partial[v][e] = MultiplyAdd(term.weight, x[e], partial[v][e]);
+            }
           }
         }
         piece += Ring::kPieceBytes / 16;
@@ -185,6 +196,8 @@ class Sums {
       for (int32_t t = 0; t < count_; ++t) {
         const Term<Acc> term = terms_[t];
         const Acc x = T::Load(Load(reinterpret_cast<const Storage*>(term.row()) + i));
+        if (term.plain()) total += x;
+        if (term.plain()) continue;
         partial = MultiplyAdd(term.weight, x, partial);
         if (!term.ends_rank()) continue;
         total += term.whole() ? partial : T::Load(T::Round(partial));
@@ -260,7 +273,7 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
     }
   }
   good = __all_sync(~0u, good);
-  ptx::FenceProxyAsync();
+  ptx::FenceProxyAsyncGlobal();
   __syncwarp();
 
   // Visits the ranks that hold rows of this token, in order.
@@ -380,14 +393,14 @@ Status LaunchWith(cudaStream_t stream, const MoveArgs& args) {
 
 Status Combine(cudaStream_t stream, const MoveArgs& args) {
   if (Status status = CheckStaging(args); !status.ok()) return status;
-  return HasBulkCopies() ? LaunchWith<BulkRing>(stream, args)
-                         : LaunchWith<VectorRing>(stream, args);
+  return HasBulkCopies() ? LaunchWith<SumBulkRing>(stream, args)
+                         : LaunchWith<SumVectorRing>(stream, args);
 }
 
 Status LoadCombine() {
   for (const DType dtype : {DType::kF32, DType::kF64, DType::kBF16, DType::kF16, DType::kF8E4M3FN,
                             DType::kF8E5M2}) {
-    const auto kernel = HasBulkCopies() ? Choose<BulkRing>(dtype) : Choose<VectorRing>(dtype);
+    const auto kernel = HasBulkCopies() ? Choose<SumBulkRing>(dtype) : Choose<SumVectorRing>(dtype);
     if (Status status = Load(kernel); !status.ok()) return status;
   }
   return Status();

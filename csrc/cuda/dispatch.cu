@@ -24,6 +24,8 @@ constexpr int kWarps = 16;
 constexpr int kStageWarps = 8;
 constexpr int kStageQueue = 0;
 constexpr int kPullQueue = 1;
+using StageBulkRing = BulkRing<2, 3>;
+using StageVectorRing = VectorRing<2, 3>;
 
 // Puts one of this rank's tokens, the queue's latest, into its workspace.
 template <bool kCasts, typename Queue>
@@ -121,7 +123,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   if (!in_place) {
     if (lane == 0) {
       good = operation.WaitReady(source, token);
-      ptx::FenceProxyAsync();
+      ptx::FenceProxyAsyncGlobal();
     }
     good = __shfl_sync(~0u, good, 0);
     __syncwarp();  // what lane 0 has seen, all may read
@@ -284,20 +286,21 @@ Status LoadBoth() {
 
 // The copy engine is there, and so is the shared memory that every warp needs to use it.
 bool UseBulkCopies() {
-  return HasBulkCopies() && MaxSharedBytes(DispatchKernel<BulkMover, BulkRing, true>) >=
-                                kWarps * kSharedBytesPerWarp<BulkMover, BulkRing>;
+  return HasBulkCopies() && MaxSharedBytes(DispatchKernel<BulkMover, StageBulkRing, true>) >=
+                                kWarps * kSharedBytesPerWarp<BulkMover, StageBulkRing>;
 }
 
 }  // namespace
 
 Status Dispatch(cudaStream_t stream, const MoveArgs& args) {
   if (Status status = CheckStaging(args); !status.ok()) return status;
-  return UseBulkCopies() ? LaunchWith<BulkMover, BulkRing>(stream, args)
-                         : LaunchWith<VectorMover, VectorRing>(stream, args);
+  return UseBulkCopies() ? LaunchWith<BulkMover, StageBulkRing>(stream, args)
+                         : LaunchWith<VectorMover, StageVectorRing>(stream, args);
 }
 
 Status LoadDispatch() {
-  return UseBulkCopies() ? LoadBoth<BulkMover, BulkRing>() : LoadBoth<VectorMover, VectorRing>();
+  return UseBulkCopies() ? LoadBoth<BulkMover, StageBulkRing>()
+                         : LoadBoth<VectorMover, StageVectorRing>();
 }
 
 }  // namespace jax_ep::cuda

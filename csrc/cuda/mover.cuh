@@ -122,7 +122,7 @@ class BulkMover {
       ++count_;
     }
     ptx::BulkWait();
-    ptx::FenceProxyAsync();
+    ptx::FenceProxyAsyncGlobal();
     __syncwarp();
 #endif
   }

@@ -21,17 +21,22 @@
 // Addresses and sizes are multiples of 16 bytes.
 namespace jax_ep::cuda {
 
+template <int kBatchPieces, int kBatches>
 struct RingShape {
   static constexpr int kPieceBytes = 2048;
-  static constexpr int kBatch = 2;
+  static constexpr int kBatch = kBatchPieces;
   static constexpr int kBatchBytes = kBatch * kPieceBytes;
-  static constexpr int kStages = 3;
+  static constexpr int kStages = kBatches;
   static constexpr int kLoadsAhead = kStages - 1;
 };
 
 // By the copy engine (sm_90).
-class BulkRing : public RingShape {
+template <int kBatchPieces, int kBatches>
+class BulkRing : public RingShape<kBatchPieces, kBatches> {
  public:
+  using Shape = RingShape<kBatchPieces, kBatches>;
+  using Shape::kBatch, Shape::kBatchBytes, Shape::kPieceBytes, Shape::kStages;
+
   // The copy engine is slower where slots are not aligned to 128 bytes.
   static constexpr int64_t kSharedBytes = kStages * kBatchBytes + 128;
 
@@ -99,8 +104,12 @@ class BulkRing : public RingShape {
 };
 
 // By asynchronous copies of single vectors (sm_80).
-class VectorRing : public RingShape {
+template <int kBatchPieces, int kBatches>
+class VectorRing : public RingShape<kBatchPieces, kBatches> {
  public:
+  using Shape = RingShape<kBatchPieces, kBatches>;
+  using Shape::kBatch, Shape::kBatchBytes, Shape::kPieceBytes, Shape::kStages;
+
   static constexpr int64_t kSharedBytes = kStages * kBatchBytes;
 
   __device__ explicit VectorRing(std::byte* shared) : batches_(shared) {}

@@ -81,11 +81,12 @@ __device__ __forceinline__ void BulkWait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders this thread's ordinary accesses before its later bulk copies, and the reverse. Nothing on
-// GPUs that have no bulk copies.
-__device__ __forceinline__ void FenceProxyAsync() {
+// Orders this thread's ordinary accesses to global memory before its later bulk copies, and the
+// reverse; a fence for both memories would also wait for all of its stores. Nothing on GPUs that have
+// no bulk copies.
+__device__ __forceinline__ void FenceProxyAsyncGlobal() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
