@@ -35,7 +35,8 @@ count=$("$python" -c "from jax_ep.testing import gpus; print(len(gpus.gpu_ids())
   die "$python has no jax_ep"
 ((count > 1)) || die "this is for two GPUs or more, and there are $count"
 
-step tests 150 "$python" -m jax_ep.testing.gpus --only "one process" --timeout 70
+# Two processes on one GPU take 140 s for the same tests, one process 35.
+step tests 200 "$python" -m jax_ep.testing.gpus --only "one process" --timeout 160
 bench deepseek 60 --sms=24,32 --layouts=expert,rank --dtypes=bfloat16,fp8
 bench low-latency 60 --mode=ll
 [[ -z ${BINARY:-} ]] || step kernels 40 "$BINARY" 20 "$count"

@@ -23,8 +23,8 @@ namespace {
 constexpr int kMaxWarps = 16;
 constexpr int kPushQueue = 0;
 constexpr int kReduceQueue = 1;
-// A batch takes some hundred instructions besides those of its sums, so that two large ones are better
-// than three small ones. 16 warps have no room for larger ones.
+// A batch takes some hundred instructions besides those of its sums, so that two large ones are
+// better than three small ones. 16 warps have no room for larger ones.
 using SumBulkRing = BulkRing<3, 2>;
 using SumVectorRing = VectorRing<3, 2>;
 
@@ -82,7 +82,9 @@ class Sums {
       count_ += __popc(mine);
     }
     __syncwarp();
-    if (!once && count_ > before && lane == 0) terms_[count_ - 1].marked_row |= Term<Acc>::kEndsRank;
+    if (!once && count_ > before && lane == 0) {
+      terms_[count_ - 1].marked_row |= Term<Acc>::kEndsRank;
+    }
     __syncwarp();
   }
 
