@@ -36,7 +36,7 @@ struct alignas(16) Term {
 
   static constexpr uint64_t kEndsRank = uint64_t{1} << 63;  // the last one of its rank
   static constexpr uint64_t kWhole = uint64_t{1} << 62;     // the only one, and rounded already
-  static constexpr uint64_t kPlain = uint64_t{1} << 61;     // the same with weight 1, for itself
+  static constexpr uint64_t kPlain = uint64_t{1} << 61;     // the same, of weight 1: no other mark
   __device__ const std::byte* row() const {
     return reinterpret_cast<const std::byte*>(marked_row & ~(kEndsRank | kWhole | kPlain));
   }

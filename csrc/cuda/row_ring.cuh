@@ -21,6 +21,7 @@
 // Addresses and sizes are multiples of 16 bytes.
 namespace jax_ep::cuda {
 
+// Pieces of a batch, and batches for which there is room.
 template <int kBatchPieces, int kBatches>
 struct RingShape {
   static constexpr int kPieceBytes = 2048;
