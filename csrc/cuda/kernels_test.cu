@@ -46,6 +46,13 @@ std::vector<Case> Cases() {
     add("one rank", [](Case& c) { c.num_ranks = 1; });
     add("three ranks", [](Case& c) { c.num_ranks = 3; c.num_experts = 9; });
     add("eight ranks", [](Case& c) { c.num_ranks = 8; c.num_experts = 16; c.num_sms = 4; });
+    add("72 ranks", [](Case& c) {  // all that can be connected, one SM each
+      c.num_ranks = 72;
+      c.num_experts = 144;
+      c.num_tokens = c.max_tokens = 12;
+      c.num_sms = c.low_latency_sms = 1;
+      c.uneven = true;
+    });
     add("tight, aligned", [](Case& c) { c.capacity = 37; c.alignment = 8; });
     add("capacity 0", [](Case& c) { c.capacity = 0; });
     add("aligned 128", [](Case& c) { c.alignment = 128; });
