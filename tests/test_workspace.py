@@ -49,7 +49,7 @@ class Native:
         self.open[id, device] = rank
         return f"{device}".encode()
 
-    def connect_group(self, *, id, device, handles, num_sms, low_latency_sms):
+    def connect_group(self, *, id, device, handles, num_sms, low_latency_sms, own_devices):
         self._call("connect", device)
         self.sms.add((num_sms, low_latency_sms))
         ranks = [self.open[id, int(handle)] for handle in handles]
@@ -110,6 +110,15 @@ def test_num_sms(devices, most, default, low_latency):
     assert workspace.max_num_sms(devices) == most
     assert workspace.default_num_sms(devices) == default
     assert workspace.low_latency_sms(devices) == low_latency
+
+
+@pytest.mark.parametrize("devices, own", [
+    ([("a", 132)], True),
+    ([("a", 132), ("b", 132)], True),
+    ([("a", 132), ("b", 132), ("a", 132)], False),
+])
+def test_own_devices(devices, own):
+    assert workspace.own_devices(devices) == own
 
 
 @pytest.mark.parametrize("num_sms, expected", [(None, (32, 100)), (8, (8, 8))])

@@ -15,12 +15,14 @@
 
 // Every rank sums its rows for each token of the other ranks and pushes the partial sum into the
 // token's rank: one row a (token, rank) over the link. That rank adds up the partial sums, its own
-// among them, in rank order. Half of a block's warps push first; all reduce, token by token behind
-// the pushers of the other ranks.
+// among them, in rank order. Half of the blocks push first; all reduce, token by token behind the
+// pushers of the other ranks.
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kMaxWarps = 16;
+// More blocks would push faster than the link takes it, and could reduce meanwhile.
+constexpr int kMaxPushBlocks = 24;
 constexpr int kPushQueue = 0;
 constexpr int kReduceQueue = 1;
 // A batch takes some hundred instructions besides those of its sums, so that two large ones are
@@ -198,8 +200,10 @@ class Sums {
       for (int32_t t = 0; t < count_; ++t) {
         const Term<Acc> term = terms_[t];
         const Acc x = T::Load(Load(reinterpret_cast<const Storage*>(term.row()) + i));
-        if (term.plain()) total += x;
-        if (term.plain()) continue;
+        if (term.plain()) {
+          total += x;
+          continue;
+        }
         partial = MultiplyAdd(term.weight, x, partial);
         if (!term.ends_rank()) continue;
         total += term.whole() ? partial : T::Load(T::Round(partial));
@@ -214,13 +218,6 @@ class Sums {
   Term<Acc>* const terms_;  // of the token and leaf being summed
   int32_t count_ = 0;
 };
-
-// Where rank `from` puts its partial sum for token `token` of rank `to`.
-__device__ std::byte* StagedRow(const MoveArgs& args, int32_t to, int32_t from, int32_t token) {
-  const Workspace& workspace = args.common.workspace;
-  const int64_t row = int64_t{from} * args.common.shape.max_tokens_per_rank + token;
-  return workspace.base[to] + workspace.at.staging + row * args.staging_row_bytes;
-}
 
 __device__ const std::byte* LocalValue(const MoveArgs& args, int32_t slot, int32_t k) {
   const bool by_token = args.common.shape.layout == Layout::kRank;
@@ -258,34 +255,21 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
   const Shape& shape = args.common.shape;
   const int32_t lane = threadIdx.x % 32;
 
-  // The rank of each pair that has a row, num_ranks where there is none; and this rank's own slots.
-  Pairs ranks;
-  Pairs slots;
+  const Pairs ranks = RanksOfRows(args, token);
+  Pairs slots;  // of this rank's own rows
   bool good = true;
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t k = half * 32 + lane;
-    const int64_t pair = int64_t{token} * shape.num_topk + k;
-    const bool in_range = k < shape.num_topk;
-    const int32_t slot = in_range ? args.slots[pair] : kNoSlot;
-    const int32_t expert = in_range ? args.topk_idx[pair] : -1;
-    ranks[half] = slot != kNoSlot ? shape.rank_of_expert(expert) : shape.num_ranks;
-    slots[half] = ranks[half] == workspace.rank ? slot : kNoSlot;
-    if (ranks[half] != shape.num_ranks && ranks[half] != workspace.rank) {
-      good &= operation.WaitReady(ranks[half], token);
-    }
+    const bool own = ranks[half] == workspace.rank;
+    slots[half] = own ? args.slots[int64_t{token} * shape.num_topk + k] : kNoSlot;
+    if (!own && ranks[half] != shape.num_ranks) good &= operation.WaitReady(ranks[half], token);
   }
   good = __all_sync(~0u, good);
   ptx::FenceProxyAsyncGlobal();
   __syncwarp();
 
-  // Visits the ranks that hold rows of this token, in order.
-  auto next_rank = [&](int32_t after) {
-    uint32_t least = shape.num_ranks;
-    for (int half = 0; half < 2; ++half) {
-      if (ranks[half] > after) least = min(least, static_cast<uint32_t>(ranks[half]));
-    }
-    return static_cast<int32_t>(__reduce_min_sync(~0u, least));
-  };
+  const auto next_rank = [&](int32_t after) { return NextRank(ranks, after, shape.num_ranks); };
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     const Leaf& leaf = args.leaves[i];
     std::byte* const out = leaf.tokens + token * leaf.row_bytes;
@@ -351,18 +335,16 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   if (warp == num_warps - 1) {
     publisher.Run([&](int32_t task) { operation.Ready(source_of(task), token_of(task)); });
   } else {
-    if (warp < num_warps / 2) {
-      ForEachTask(operation, kPushQueue, int64_t{peers} * shape.max_tokens_per_rank,
-                  [&](int32_t task, auto) {
-                    if (PushToken(args, sums, source_of(task), token_of(task))) {
-                      publisher.Finished(task);
-                    }
-                  });
+    if (blockIdx.x < args.stagers.blocks) {
+      Tasks tasks(operation, kPushQueue, int64_t{peers} * shape.max_tokens_per_rank);
+      for (int32_t task; tasks.Take(&task);) {
+        if (PushToken(args, sums, source_of(task), token_of(task))) publisher.Finished(task);
+      }
     }
     publisher.End();
   }
-  ForEachTask(operation, kReduceQueue, args.common.num_tokens,
-              [&](int32_t token, auto) { ReduceToken(args, operation, sums, token); });
+  Tasks tasks(operation, kReduceQueue, args.common.num_tokens);
+  for (int32_t token; tasks.Take(&token);) ReduceToken(args, operation, sums, token);
   operation.Leave();
 }
 
@@ -380,13 +362,14 @@ auto Choose(DType dtype) -> void (*)(MoveArgs) {
 }
 
 template <typename Ring>
-Status LaunchWith(cudaStream_t stream, const MoveArgs& args) {
+Status LaunchWith(cudaStream_t stream, MoveArgs args) {
   const auto kernel = Choose<Ring>(args.dtype);
   const int64_t warp_bytes =
       Ring::kSharedBytes +
       static_cast<int64_t>(sizeof(Term<double>)) *
           (args.common.shape.num_topk + args.common.shape.num_ranks);
   const int64_t num_warps = std::min<int64_t>(kMaxWarps, MaxSharedBytes(kernel) / warp_bytes);
+  args.stagers.blocks = std::clamp(args.common.workspace.num_sms / 2, 1, kMaxPushBlocks);
   return Launch(kernel, args.common.workspace.num_sms, static_cast<int>(num_warps) * 32,
                 num_warps * warp_bytes, stream, args);
 }

@@ -13,28 +13,40 @@
 #include "csrc/cuda/stage_queue.cuh"
 #include "csrc/cuda/stage_row.cuh"
 
-// Every rank puts its tokens into its own workspace, cast to fp8 where that is asked for, and pulls
-// those that it needs from the others: each once over the link, then to all its rows. Some warps of
-// a block stage first; all pull, token by token behind the stagers of the other ranks.
+// Every rank stages its tokens and places those that it needs, each of which comes once over the link:
+// staged in the rank's own workspace, cast to fp8 where that is asked for, and pulled by the others;
+// or pushed into the workspaces of those. Some warps stage first; all place, token by token behind
+// the stagers of the other ranks.
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kWarps = 16;
-// Of these the warps that stage to the end, unless shared memory allows fewer.
-constexpr int kStageWarps = 8;
+// To stage here: of each block the warps that do it to the end, unless shared memory allows fewer.
+constexpr int kPullStageWarps = 8;
+// To push: the blocks that do it to the end, the link's rate; stores of more would keep other stores
+// waiting behind them (docs/performance.md).
+constexpr int kMaxPushBlocks = 12;
+// Of a block: those that fill rows which no token takes.
+constexpr int kFillWarps = 8;
 constexpr int kStageQueue = 0;
-constexpr int kPullQueue = 1;
+constexpr int kPlaceQueue = 1;
 using StageBulkRing = BulkRing<2, 3>;
 using StageVectorRing = VectorRing<2, 3>;
 
-// Puts one of this rank's tokens, the queue's latest, into its workspace.
-template <bool kCasts, typename Queue>
+// Where tokens are staged.
+enum class Stage {
+  kHere,      // in this rank's workspace, which the others read
+  kCastHere,  // the same, and some leaves are cast
+  kAtPeers,   // in the workspaces of the ranks that have rows of them
+};
+
+// Stages one of this rank's tokens, the queue's latest.
+template <Stage kStage, typename Queue>
 __device__ void StageToken(const MoveArgs& args, Queue& queue, int32_t token) {
-  const Workspace& workspace = args.common.workspace;
-  const PairValues& values = args.values;
+  const int32_t own = args.common.workspace.rank;
+  const int32_t num_ranks = args.common.shape.num_ranks;
   const int32_t num_topk = args.common.shape.num_topk;
-  std::byte* const row = workspace.base[workspace.rank] + workspace.at.staging +
-                         token * args.staging_row_bytes;
+  const PairValues& values = args.values;
   // The values arrive while the rows are staged.
   uint64_t value[2] = {};
 #pragma unroll
@@ -44,30 +56,43 @@ __device__ void StageToken(const MoveArgs& args, Queue& queue, int32_t token) {
     value[half] = LoadValue(values.tokens + (int64_t{token} * num_topk + k) * values.bytes,
                             values.bytes);
   }
+  Pairs ranks;
+  if constexpr (kStage == Stage::kAtPeers) ranks = queue.Ranks(token);
+  const auto for_each_row = [&](auto store) {
+    if constexpr (kStage != Stage::kAtPeers) return store(StagedRow(args, own, own, token));
+    for (int32_t rank = NextRank(ranks, -1, num_ranks); rank < num_ranks;
+         rank = NextRank(ranks, rank, num_ranks)) {
+      if (rank != own) store(StagedRow(args, rank, own, token));
+    }
+  };
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     const Leaf& leaf = args.leaves[i];
-    if (kCasts && leaf.quantize != Quantize::kNone) {
+    if (kStage == Stage::kCastHere && leaf.quantize != Quantize::kNone) {
+      std::byte* const row = StagedRow(args, own, own, token);
       CastRow(queue, leaf, token, row + leaf.staging_offset, row + leaf.scales_offset);
     } else {
-      CopyRow(queue, leaf, token, row + leaf.staging_offset);
+      CopyRow(queue, leaf, token, for_each_row);
     }
   }
+  if (values.tokens == nullptr) return;
+  for_each_row([&](std::byte* row) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
-    if (values.tokens == nullptr || k >= num_topk) continue;
-    StoreValue(row + values.staging_offset + k * values.bytes, value[half], values.bytes);
-  }
+    for (int half = 0; half < 2; ++half) {
+      const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
+      if (k >= num_topk) continue;
+      StoreValue(row + values.staging_offset + k * values.bytes, value[half], values.bytes);
+    }
+  });
 }
 
 // A token, and the rank that has it.
-struct PulledToken {
+struct PlaceTask {
   int32_t source;
   int32_t token;
 
-  // Of a pull task. They are the tokens of all ranks in the order in which they become ready, the
-  // ranks in turn, beginning after this one so that not all pull from the same.
-  __device__ PulledToken(const MoveArgs& args, int32_t task) {
+  // By number. They are the tokens of all ranks in the order in which they become ready, the ranks in
+  // turn, beginning after this one so that not all pull from the same.
+  __device__ PlaceTask(const MoveArgs& args, int32_t task) {
     const int32_t num_ranks = args.common.shape.num_ranks;
     source = (args.common.workspace.rank + 1 + task % num_ranks) % num_ranks;
     token = task / num_ranks;
@@ -106,19 +131,19 @@ struct Placement {
 
 // Brings a token, which has these slots here, to its rows. `ahead()` is called where there is
 // something to wait for.
-template <typename Mover, bool kCasts, typename Ahead>
-__device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mover,
-                          const PulledToken& pulled, const Pairs& slots, Ahead ahead) {
-  const auto [source, token] = pulled;
+template <Stage kStage, typename Mover, typename Ahead>
+__device__ void PlaceToken(const MoveArgs& args, Operation& operation, Mover& mover,
+                          const PlaceTask& task, const Pairs& slots, Ahead ahead) {
+  const auto [source, token] = task;
   const Placement placement(slots);
   if (!placement.Any()) return;
   const Workspace& workspace = args.common.workspace;
   const int32_t num_topk = args.common.shape.num_topk;
   const int32_t lane = threadIdx.x % 32;
   const bool by_token = args.common.shape.layout == Layout::kRank;
-  const bool in_place = source == workspace.rank && !kCasts;  // not staged
-  const std::byte* const staged = workspace.base[source] + workspace.at.staging +
-                                  token * args.staging_row_bytes;
+  const bool in_place = source == workspace.rank && kStage != Stage::kCastHere;  // not staged
+  const std::byte* const staged =
+      StagedRow(args, kStage == Stage::kAtPeers ? workspace.rank : source, source, token);
   bool good = true;
   if (!in_place) {
     if (lane == 0) {
@@ -160,7 +185,7 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
       const Leaf& leaf = args.leaves[i];
       move(in_place ? leaf.tokens + token * leaf.row_bytes : staged + leaf.staging_offset,
            leaf.row_bytes, leaf.rows);
-      if (kCasts && leaf.scales != nullptr) {
+      if (kStage == Stage::kCastHere && leaf.scales != nullptr) {
         move(staged + leaf.scales_offset, leaf.scale_bytes, leaf.scales);
       }
     }
@@ -179,16 +204,22 @@ __device__ void PullToken(const MoveArgs& args, Operation& operation, Mover& mov
   }
 }
 
-// Fills the rows for which `wanted(row_source)`, of this block's threads [0, num_threads), with a
-// byte.
-template <typename Wanted>
-__device__ void FillRows(const MoveArgs& args, int32_t num_threads, uint8_t value, Wanted wanted) {
+// Fills this block's share of the rows for which `wanted(row_source)` with a byte, by its warps below
+// kFillWarps. Blocks that do nothing but stage at first have no share.
+template <Stage kStage, typename Wanted>
+__device__ void FillRows(const MoveArgs& args, uint8_t value, Wanted wanted) {
+  constexpr uint32_t kThreads = kFillWarps * 32;
   const Shape& shape = args.common.shape;
+  const auto num_blocks = static_cast<int32_t>(gridDim.x);
+  const bool divided = kStage == Stage::kAtPeers && num_blocks > 1;
+  const int32_t first_block = divided ? args.stagers.blocks : 0;
+  const int32_t block = static_cast<int32_t>(blockIdx.x) - first_block;
+  if (block < 0 || threadIdx.x >= kThreads) return;
   const int32_t lane = threadIdx.x % 32;
   const int64_t num_rows = shape.num_rows();
   // A warp looks at 32 rows together.
-  for (int64_t base = int64_t{blockIdx.x} * num_threads + threadIdx.x / 32 * 32; base < num_rows;
-       base += int64_t{gridDim.x} * num_threads) {
+  for (int64_t base = int64_t{block} * kThreads + threadIdx.x / 32 * 32; base < num_rows;
+       base += int64_t{num_blocks - first_block} * kThreads) {
     const bool mine = base + lane < num_rows && wanted(args.row_source[base + lane]);
     for (uint32_t left = __ballot_sync(~0u, mine); left != 0; left &= left - 1) {
       FillPayloadRow(args, base + __ffs(left) - 1, value);
@@ -200,7 +231,7 @@ __device__ void FillRows(const MoveArgs& args, int32_t num_threads, uint8_t valu
 template <typename Mover, typename Ring>
 constexpr int64_t kSharedBytesPerWarp = std::max(Mover::kSharedBytes, Ring::kSharedBytes);
 
-template <typename Mover, typename Ring, bool kCasts>
+template <typename Mover, typename Ring, Stage kStage>
 __global__ void __launch_bounds__(kWarps * 32, 1)
     DispatchKernel(const __grid_constant__ MoveArgs args) {
   extern __shared__ __align__(128) std::byte shared[];
@@ -209,16 +240,14 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   Operation operation(args.common, Op::kDispatch, PayloadSite(args));
   const int32_t warp = threadIdx.x / 32;
   if (!operation.Enter()) {
-    // Blocks that began before the group failed pull all rows, but fill only their gaps: so these
+    // Blocks that began before the group failed place all tokens, but fill only their gaps: so these
     // rows are divided as the gaps are.
-    if (warp < args.stage_warps) {
-      FillRows(args, args.stage_warps * 32, kPoison, [](int32_t) { return true; });
-    }
-    return;
+    return FillRows<kStage>(args, kPoison, [](int32_t) { return true; });
   }
 
   std::byte* const own_shared = shared + warp * kSharedBytesPerWarp<Mover, Ring>;
-  if (shape.num_ranks > 1 || kCasts) {
+  constexpr bool kStagesOwn = kStage == Stage::kCastHere;
+  if (shape.num_ranks > 1 || kStagesOwn) {
     __shared__ Publisher::Shared shared_publisher;
     Publisher publisher(&shared_publisher, kWarps - 1);
     if (warp == kWarps - 1) {
@@ -226,67 +255,87 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
         for (int32_t peer = 0; peer < shape.num_ranks; ++peer) {
           // If leaves are cast, this rank's own rows are not those that it was given, and it, too,
           // reads them where they are staged.
-          if (kCasts || peer != workspace.rank) operation.Ready(peer, token);
+          if (kStagesOwn || peer != workspace.rank) operation.Ready(peer, token);
         }
       });
     } else {
-      if (warp < args.stage_warps) {
-        StageQueue<Ring> queue(args, operation, kStageQueue, own_shared);
+      if (blockIdx.x < args.stagers.blocks && warp < args.stagers.warps) {
+        StageQueue<Ring, kStage == Stage::kAtPeers> queue(args, operation, kStageQueue, own_shared);
         for (int32_t token; (token = queue.NextToken()) >= 0;) {
-          StageToken<kCasts>(args, queue, token);
+          StageToken<kStage>(args, queue, token);
           publisher.Finished(token);
         }
       }
       publisher.End();
     }
   }
-  if (warp < args.stage_warps) {
-    FillRows(args, args.stage_warps * 32, 0, [](int32_t source) { return source < 0; });
-  }
+  FillRows<kStage>(args, 0, [](int32_t source) { return source < 0; });
   Mover mover(own_shared);
-  const int64_t num_tasks = int64_t{shape.num_ranks} * shape.max_tokens_per_rank;
   // The slots of the next task are loaded while a token is moved.
-  uint32_t loaded = ~0u;
+  Tasks tasks(operation, kPlaceQueue, int64_t{shape.num_ranks} * shape.max_tokens_per_rank);
+  int32_t loaded = -1;
   Pairs next_slots = {};
-  ForEachTask(operation, kPullQueue, num_tasks, [&](uint32_t task, auto peek) {
-    const PulledToken pulled(args, task);
+  for (int32_t number; tasks.Take(&number);) {
+    const PlaceTask task(args, number);
     const Pairs slots =
-        task == loaded ? next_slots : ReceivedSlots(args, pulled.source, pulled.token);
-    PullToken<Mover, kCasts>(args, operation, mover, pulled, slots, [&] {
-      loaded = peek();
-      if (loaded >= num_tasks) return;
-      const PulledToken next(args, loaded);
+        number == loaded ? next_slots : ReceivedSlots(args, task.source, task.token);
+    PlaceToken<kStage>(args, operation, mover, task, slots, [&] {
+      if (!tasks.Peek(&loaded)) return;
+      const PlaceTask next(args, loaded);
       next_slots = ReceivedSlots(args, next.source, next.token);
     });
-  });
+  }
   mover.Finish();
   operation.Leave();
 }
 
-template <typename Mover, typename Ring>
-Status LaunchWith(cudaStream_t stream, MoveArgs args) {
-  bool casts = false;
+// Where to stage tokens. Stores go over the link at 373 GB/s and loads at 321, since requests for loads
+// take room on it, too (docs/performance.md). But a token is stored once more for every rank that it is
+// pushed to: which costs more than it brings where the SMs' stores, a cast, or memory are the limit.
+Stage Choose(const MoveArgs& args) {
   for (int32_t i = 0; i < args.num_leaves; ++i) {
-    casts |= args.leaves[i].quantize != Quantize::kNone;
+    if (args.leaves[i].quantize != Quantize::kNone) return Stage::kCastHere;
   }
-  const auto kernel =
-      casts ? DispatchKernel<Mover, Ring, true> : DispatchKernel<Mover, Ring, false>;
-  constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
-  args.stage_warps = static_cast<int32_t>(
-      std::min<int64_t>(kStageWarps, MaxSharedBytes(kernel) / kBytes));
-  const int64_t warps = Mover::kSharedBytes > 0 ? kWarps : args.stage_warps;
-  return Launch(kernel, args.common.workspace.num_sms, kWarps * 32, warps * kBytes, stream, args);
+  const Shape& shape = args.common.shape;
+  const bool mostly_link = shape.layout == Layout::kRank || shape.num_ranks >= 4;
+  return args.common.workspace.own_devices && mostly_link ? Stage::kAtPeers : Stage::kHere;
 }
 
 template <typename Mover, typename Ring>
-Status LoadBoth() {
-  if (Status status = Load(DispatchKernel<Mover, Ring, true>); !status.ok()) return status;
-  return Load(DispatchKernel<Mover, Ring, false>);
+auto Kernel(Stage stage) -> void (*)(MoveArgs) {
+  switch (stage) {
+    case Stage::kHere: return DispatchKernel<Mover, Ring, Stage::kHere>;
+    case Stage::kCastHere: return DispatchKernel<Mover, Ring, Stage::kCastHere>;
+    case Stage::kAtPeers: return DispatchKernel<Mover, Ring, Stage::kAtPeers>;
+  }
+  return nullptr;
+}
+
+template <typename Mover, typename Ring>
+Status LaunchWith(cudaStream_t stream, MoveArgs args) {
+  const Stage stage = Choose(args);
+  const auto kernel = Kernel<Mover, Ring>(stage);
+  constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
+  const auto room = static_cast<int32_t>(std::min<int64_t>(kWarps, MaxSharedBytes(kernel) / kBytes));
+  const int32_t num_sms = args.common.workspace.num_sms;
+  args.stagers = stage == Stage::kAtPeers
+                     ? Stagers{std::clamp(num_sms / 2, 1, kMaxPushBlocks), std::min(kWarps - 1, room)}
+                     : Stagers{num_sms, std::min(kPullStageWarps, room)};
+  const int32_t warps = Mover::kSharedBytes > 0 ? kWarps : args.stagers.warps;
+  return Launch(kernel, num_sms, kWarps * 32, warps * kBytes, stream, args);
+}
+
+template <typename Mover, typename Ring>
+Status LoadAll() {
+  for (const Stage stage : {Stage::kHere, Stage::kCastHere, Stage::kAtPeers}) {
+    if (Status status = Load(Kernel<Mover, Ring>(stage)); !status.ok()) return status;
+  }
+  return Status();
 }
 
 // The copy engine is there, and so is the shared memory that every warp needs to use it.
 bool UseBulkCopies() {
-  return HasBulkCopies() && MaxSharedBytes(DispatchKernel<BulkMover, StageBulkRing, true>) >=
+  return HasBulkCopies() && MaxSharedBytes(Kernel<BulkMover, StageBulkRing>(Stage::kHere)) >=
                                 kWarps * kSharedBytesPerWarp<BulkMover, StageBulkRing>;
 }
 
@@ -299,8 +348,8 @@ Status Dispatch(cudaStream_t stream, const MoveArgs& args) {
 }
 
 Status LoadDispatch() {
-  return UseBulkCopies() ? LoadBoth<BulkMover, StageBulkRing>()
-                         : LoadBoth<VectorMover, StageVectorRing>();
+  return UseBulkCopies() ? LoadAll<BulkMover, StageBulkRing>()
+                         : LoadAll<VectorMover, StageVectorRing>();
 }
 
 }  // namespace jax_ep::cuda

@@ -71,14 +71,13 @@ Group::~Group() {
   });
 }
 
-Status Group::Connect(const std::vector<std::string>& handles, int32_t num_sms,
-                      int32_t low_latency_sms) {
+Status Group::Connect(const std::vector<std::string>& handles, const LaunchSettings& launch) {
   const int32_t num_ranks = settings_.layout.num_ranks;
   if (static_cast<int32_t>(handles.size()) != num_ranks) {
     return Status::Error("got the memory handles of " + std::to_string(handles.size()) +
                          " ranks, expected " + std::to_string(num_ranks));
   }
-  for (const int32_t sms : {num_sms, low_latency_sms}) {
+  for (const int32_t sms : {launch.num_sms, launch.low_latency_sms}) {
     if (sms >= 1 && sms <= kMaxBlocks) continue;
     return Status::Error("num_sms must be in [1, " + std::to_string(kMaxBlocks) + "], got " +
                          std::to_string(sms));
@@ -91,8 +90,9 @@ Status Group::Connect(const std::vector<std::string>& handles, int32_t num_sms,
   workspace_.state = state_;
   workspace_.subgroup = settings_.subgroup;
   workspace_.rank = settings_.rank;
-  workspace_.num_sms = num_sms;
-  workspace_.low_latency_sms = low_latency_sms;
+  workspace_.own_devices = launch.own_devices;
+  workspace_.num_sms = launch.num_sms;
+  workspace_.low_latency_sms = launch.low_latency_sms;
   workspace_.timeout_ns = static_cast<uint64_t>(settings_.timeout_s * 1e9);
   workspace_.error = error_;  // portable pinned memory has one address everywhere
   for (int32_t rank = 0; rank < num_ranks; ++rank) workspace_.base[rank] = memory_->base(rank);
@@ -161,7 +161,7 @@ Status OpenGroup(GroupSettings settings, int device, std::string* handle) {
 }
 
 Status ConnectGroup(int64_t id, int device, const std::vector<std::string>& handles,
-                    int32_t num_sms, int32_t low_latency_sms, std::string* transport) {
+                    const LaunchSettings& launch, std::string* transport) {
   Registry& registry = GetRegistry();
   std::shared_ptr<Group> group;
   {
@@ -170,7 +170,7 @@ Status ConnectGroup(int64_t id, int device, const std::vector<std::string>& hand
     if (it != registry.entries.end()) group = it->second.group;
   }
   if (!group) return Status::Error("group " + std::to_string(id) + " is not open");
-  Status status = group->Connect(handles, num_sms, low_latency_sms);
+  Status status = group->Connect(handles, launch);
   if (!status.ok()) return status;
   *transport = group->memory().transport();
   std::lock_guard<std::mutex> lock(registry.mutex);

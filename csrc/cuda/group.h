@@ -22,6 +22,13 @@ struct GroupSettings {
   comm::MemoryKind memory = comm::MemoryKind::kIpc;  // one for all ranks
 };
 
+// How a group's kernels are launched (see Workspace); equal on all ranks.
+struct LaunchSettings {
+  int32_t num_sms;
+  int32_t low_latency_sms;
+  bool own_devices;
+};
+
 // A jax_ep.Group on one device of this process: that device's rank of it.
 class Group {
  public:
@@ -39,8 +46,7 @@ class Group {
   Status CheckError() const;
 
   // The workspaces of all ranks by their handles, in rank order; from then on kernels may run.
-  Status Connect(const std::vector<std::string>& handles, int32_t num_sms,
-                 int32_t low_latency_sms);
+  Status Connect(const std::vector<std::string>& handles, const LaunchSettings& launch);
 
   // Waits for this device's kernels and lets go of the peers' workspaces.
   void Disconnect();
@@ -65,7 +71,7 @@ Status OpenGroup(GroupSettings settings, int device, std::string* handle);
 
 // Connects it; `transport` says by which ways. Until then nobody finds the group.
 Status ConnectGroup(int64_t id, int device, const std::vector<std::string>& handles,
-                    int32_t num_sms, int32_t low_latency_sms, std::string* transport);
+                    const LaunchSettings& launch, std::string* transport);
 
 // An open and connected group; null where there is none. Keep it only while launching kernels.
 std::shared_ptr<const Group> FindGroup(int64_t id, int device);

@@ -66,6 +66,12 @@ struct PairValues {
   int64_t staging_offset = 0;
 };
 
+// Who stages rows for other ranks before anything else; chosen at the launch.
+struct Stagers {
+  int32_t blocks = 0;  // the first of the grid
+  int32_t warps = 0;   // of each; dispatch only
+};
+
 struct MoveArgs {
   Common common;
   const int32_t* topk_idx = nullptr;      // [T, K]
@@ -78,7 +84,7 @@ struct MoveArgs {
   DType dtype = DType::kF32;              // of all leaves; combine only
   int64_t staging_row_bytes = 0;          // of this payload, a multiple of 16
   PairValues values;
-  int32_t stage_warps = 0;                // of a block; the launch of dispatch sets it
+  Stagers stagers;
   // combine only: weights by which rows enter their sums, [rows]; or null.
   const std::byte* row_weights = nullptr;
   DType weight_dtype = DType::kF32;

@@ -53,6 +53,36 @@ std::vector<Case> Cases() {
       c.num_sms = c.low_latency_sms = 1;
       c.uneven = true;
     });
+    // As between GPUs, also where there is one.
+    const auto add_pushed = [&](const char* name, auto change) {
+      add(name, [change](Case& c) {
+        c.own_devices = true;
+        c.num_ranks = 4;
+        change(c);
+      });
+    };
+    add_pushed("pushed", [](Case& c) { c.row_elements = {7168, 24, 2056}; });
+    add_pushed("pushed, odd bytes, plain sum", [](Case& c) {
+      c.dtype = DType::kF8E4M3FN;
+      c.row_elements = {7, 33, 48};
+      c.weighted = false;
+    });
+    add_pushed("pushed, one SM, top-64", [](Case& c) {
+      c.num_sms = 1;
+      c.num_topk = 64;
+      c.num_experts = 128;
+    });
+    add_pushed("pushed, tight, uneven", [](Case& c) {
+      c.capacity = 37;
+      c.alignment = 8;
+      c.uneven = true;
+    });
+    add_pushed("pushed, 72 ranks", [](Case& c) {
+      c.num_ranks = 72;
+      c.num_experts = 144;
+      c.num_tokens = c.max_tokens = 12;
+      c.num_sms = c.low_latency_sms = 1;
+    });
     add("tight, aligned", [](Case& c) { c.capacity = 37; c.alignment = 8; });
     add("capacity 0", [](Case& c) { c.capacity = 0; });
     add("aligned 128", [](Case& c) { c.alignment = 128; });
@@ -134,6 +164,11 @@ std::vector<Case> SmallCases(double timeout_s) {
       c.row_elements = {384, 24, 2304};
     });
     add("uneven", [](Case& c) { c.uneven = true; });
+    add("four ranks, pushed", [](Case& c) {
+      c.own_devices = true;
+      c.num_ranks = 4;
+      c.row_elements = {2304, 33};
+    });
   }
   return cases;
 }

@@ -29,6 +29,32 @@ __device__ __forceinline__ Pairs ReceivedSlots(const MoveArgs& args, int32_t sou
   return slots;
 }
 
+// The ranks that have rows of a token of this rank's, num_ranks for pairs that have none.
+__device__ __forceinline__ Pairs RanksOfRows(const MoveArgs& args, int32_t token) {
+  const Shape& shape = args.common.shape;
+  Pairs ranks;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
+    const int64_t pair = int64_t{token} * shape.num_topk + k;
+    const bool in_range = k < shape.num_topk;
+    const int32_t slot = in_range ? args.slots[pair] : kNoSlot;
+    const int32_t expert = in_range ? args.topk_idx[pair] : -1;
+    ranks[half] = slot != kNoSlot ? shape.rank_of_expert(expert) : shape.num_ranks;
+  }
+  return ranks;
+}
+
+// The least of these ranks above `after`, by all lanes; num_ranks if there is none.
+__device__ __forceinline__ int32_t NextRank(const Pairs& ranks, int32_t after, int32_t num_ranks) {
+  auto least = static_cast<uint32_t>(num_ranks);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (ranks[half] > after) least = min(least, static_cast<uint32_t>(ranks[half]));
+  }
+  return static_cast<int32_t>(__reduce_min_sync(~0u, least));
+}
+
 }  // namespace jax_ep::cuda
 
 #endif  // JAX_EP_CSRC_CUDA_PAIRS_CUH_

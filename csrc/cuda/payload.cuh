@@ -15,6 +15,15 @@ __device__ __forceinline__ uint32_t PayloadSite(const MoveArgs& args) {
          static_cast<uint32_t>(args.num_leaves);
 }
 
+// Where what rank `from` has for token `token` is staged on rank `on`: in dispatch a token of its own,
+// in combine its partial sum for one of `on`.
+__device__ __forceinline__ std::byte* StagedRow(const MoveArgs& args, int32_t on, int32_t from,
+                                                int32_t token) {
+  const Workspace& workspace = args.common.workspace;
+  const int64_t row = int64_t{from} * args.common.shape.max_tokens_per_rank + token;
+  return workspace.base[on] + workspace.at.staging + row * args.staging_row_bytes;
+}
+
 // Fills row `row` of dispatch's results with a byte, by one warp.
 __device__ __forceinline__ void FillPayloadRow(const MoveArgs& args, int64_t row, uint8_t value) {
   for (int32_t i = 0; i < args.num_leaves; ++i) {

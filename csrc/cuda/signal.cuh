@@ -307,22 +307,39 @@ class Operation {
   uint32_t epoch_ = 0;
 };
 
-// Calls `work(task, peek)` with those of a queue's `count` tasks that this warp gets to take.
-// `peek()`, by all lanes, is the task that will be next, or a number not below `count`.
-template <typename Work>
-__device__ __forceinline__ void ForEachTask(const Operation& operation, int queue, int64_t count,
-                                            Work work) {
-  const auto take = [&]() -> uint32_t {
-    return threadIdx.x % 32 == 0 ? operation.TakeTask(queue) : 0;
-  };
-  uint32_t task = __shfl_sync(~0u, take(), 0);
-  while (task < count) {
-    const uint32_t next = take();  // arrives while this one is worked on
-    const auto peek = [&] { return __shfl_sync(~0u, next, 0); };
-    work(static_cast<int32_t>(task), peek);
-    task = peek();
+// Those of a queue's tasks, numbered from 0 to `count`, that a warp gets to take. The next one is asked
+// for while the warp works on the one before. All lanes make all calls.
+class Tasks {
+ public:
+  __device__ __forceinline__ Tasks(const Operation& operation, int queue, int64_t count)
+      : operation_(operation), queue_(queue), count_(static_cast<uint32_t>(count)) {
+    Ask();
   }
-}
+
+  // The task that Take will give.
+  __device__ __forceinline__ bool Peek(int32_t* task) const {
+    const uint32_t next = __shfl_sync(~0u, asked_, 0);
+    *task = static_cast<int32_t>(next);
+    return next < count_;
+  }
+
+  // False when all tasks have been taken.
+  __device__ __forceinline__ bool Take(int32_t* task) {
+    if (!Peek(task)) return false;
+    Ask();
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void Ask() {
+    if (threadIdx.x % 32 == 0) asked_ = operation_.TakeTask(queue_);
+  }
+
+  const Operation& operation_;
+  const int queue_;
+  const uint32_t count_;
+  uint32_t asked_ = 0;  // in lane 0
+};
 
 }  // namespace jax_ep::cuda
 

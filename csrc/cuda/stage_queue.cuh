@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "csrc/cuda/kernels.h"
+#include "csrc/cuda/pairs.cuh"
 #include "csrc/cuda/quantize.cuh"
 #include "csrc/cuda/signal.cuh"
 
@@ -20,8 +21,8 @@ __device__ __forceinline__ bool TravelsInBatches(const Leaf& leaf) {
 }
 
 // The tokens of a queue of tasks that a warp gets to stage, and what lies in their rows, batch by
-// batch. All lanes make all calls.
-template <typename Ring>
+// batch; with kRanks also the ranks that have rows of it. All lanes make all calls.
+template <typename Ring, bool kRanks>
 class StageQueue {
  public:
   static constexpr int kBatch = Ring::kBatch;
@@ -30,9 +31,8 @@ class StageQueue {
 
   __device__ StageQueue(const MoveArgs& args, const Operation& operation, int queue,
                         std::byte* shared)
-      : args_(args), operation_(operation), queue_(queue), ring_(shared) {
+      : args_(args), tasks_(operation, queue, args.common.num_tokens), ring_(shared) {
     for (int32_t i = 0; i < args.num_leaves; ++i) any_batches_ |= TravelsInBatches(args.leaves[i]);
-    Ask();
     for (int i = 0; i < Ring::kStages; ++i) LoadNext();
   }
 
@@ -40,6 +40,11 @@ class StageQueue {
   __device__ __forceinline__ int32_t NextToken() {
     if (num_given_ == num_taken_ && !Take()) return -1;
     return __shfl_sync(~0u, taken_, num_given_++ % 32);
+  }
+
+  // The ranks that have rows of that token.
+  __device__ __forceinline__ Pairs Ranks(int32_t token) const {
+    return token == loading_ ? ranks_ : RanksOfRows(args_, token);
   }
 
   // Waits for the next batch of the token's rows and gives its address.
@@ -52,19 +57,14 @@ class StageQueue {
   }
 
  private:
-  // Asks for a token, so that it is there when it is taken.
-  __device__ __forceinline__ void Ask() {
-    if (threadIdx.x % 32 == 0) asked_ = operation_.TakeTask(queue_);
-  }
-
   // False if all tokens have been taken.
   __device__ __forceinline__ bool Take() {
-    const uint32_t token = __shfl_sync(~0u, asked_, 0);
-    if (token >= static_cast<uint32_t>(args_.common.num_tokens)) return false;
-    if (threadIdx.x % 32 == num_taken_ % 32) taken_ = static_cast<int32_t>(token);
+    int32_t token;
+    if (!tasks_.Take(&token)) return false;
+    if (threadIdx.x % 32 == num_taken_ % 32) taken_ = token;
     ++num_taken_;
-    loading_ = static_cast<int32_t>(token);
-    Ask();
+    loading_ = token;
+    if (kRanks) ranks_ = RanksOfRows(args_, token);
     return true;
   }
 
@@ -92,18 +92,17 @@ class StageQueue {
   }
 
   const MoveArgs& args_;
-  const Operation& operation_;
-  const int queue_;
+  Tasks tasks_;
   Ring ring_;
   bool any_batches_ = false;
 
-  uint32_t asked_ = 0;   // lane 0: the task asked for last
   int32_t taken_ = 0;    // lane l: the latest of tokens l, l + 32, ... that were taken
   uint32_t num_taken_ = 0;
   uint32_t num_given_ = 0;
 
   // What is being loaded: the rest of a row.
-  int32_t loading_ = 0;  // the token
+  int32_t loading_ = -1;  // the token, the latest that was taken
+  Pairs ranks_ = {};      // of that, which arrive while its rows do
   int32_t leaf_ = kMaxLeaves;
   const std::byte* from_ = nullptr;
   int32_t left_ = 0;     // bytes

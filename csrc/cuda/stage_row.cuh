@@ -153,29 +153,47 @@ __device__ void CastRow(Queue& queue, const Leaf& leaf, int64_t token, std::byte
   }
 }
 
-// Copies a row that is not cast.
-template <typename Queue>
-__device__ void CopyRow(Queue& queue, const Leaf& leaf, int64_t token, std::byte* values) {
+// Copies a leaf of the queue's token that is not cast. `for_each_row(store)`, by all lanes, calls
+// `store(row)` for every staged row that gets it.
+template <typename Queue, typename ForEachRow>
+__device__ void CopyRow(Queue& queue, const Leaf& leaf, int64_t token, ForEachRow for_each_row) {
   const std::byte* const from = leaf.tokens + token * leaf.row_bytes;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (!TravelsInBatches(leaf)) {
     // VectorMover, which has many loads under way, would spill registers here.
     const auto all = reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(leaf.row_bytes) | 8;
     const auto unit = static_cast<int32_t>(all & -all);
-    for (int64_t i = lane * unit; i < leaf.row_bytes; i += 32 * unit) {
-      CopyValue(values + i, from + i, unit);
+    for (int64_t base = 0; base < leaf.row_bytes; base += 32 * unit) {
+      const int64_t at = base + lane * unit;
+      const bool there = at < leaf.row_bytes;
+      const uint64_t value = there ? LoadValue(from + at, unit) : 0;
+      for_each_row([&](std::byte* row) {
+        if (there) StoreValue(row + leaf.staging_offset + at, value, unit);
+      });
     }
     return;
   }
-  for (auto left = static_cast<int32_t>(leaf.row_bytes); left > 0; left -= Queue::kBatchBytes) {
+  const auto bytes = static_cast<int32_t>(leaf.row_bytes);
+  constexpr int kVectors = Queue::kPieceBytes / (32 * 16);  // of a lane
+  for (int32_t first = 0; first < bytes; first += Queue::kBatchBytes) {
     const std::byte* const batch = queue.Front();
 #pragma unroll
-    for (int32_t at = lane * 16; at < Queue::kBatchBytes; at += 32 * 16) {
-      if (at >= left) break;
-      Store(reinterpret_cast<uint4*>(values + at), *reinterpret_cast<const uint4*>(batch + at));
+    for (int32_t piece = 0; piece < Queue::kBatchBytes; piece += Queue::kPieceBytes) {
+      uint4 vectors[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        vectors[v] = *reinterpret_cast<const uint4*>(batch + piece + (v * 32 + lane) * 16);
+      }
+      for_each_row([&](std::byte* row) {
+        std::byte* const to = row + leaf.staging_offset;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const int32_t at = first + piece + (v * 32 + lane) * 16;
+          if (at < bytes) Store(reinterpret_cast<uint4*>(to + at), vectors[v]);
+        }
+      });
     }
     queue.Pop();
-    values += Queue::kBatchBytes;
   }
 }
 

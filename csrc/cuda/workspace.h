@@ -96,8 +96,8 @@ struct WorkspaceOffsets {
   int64_t ready;    // signal words [R, max_tokens_per_rank]: whose part of a token is in place
   int64_t topk;     // everyone's topk_idx, as words [R, max_tokens_per_rank, K]
   int64_t counts;   // per-block counts of prepare, int32 [kMaxBlocks, E]
-  int64_t staging;  // rows under way: a rank's own tokens in dispatch, [T]; every other rank's
-                    // partial sums in combine, [R, T]. The K values of its pairs follow each row
+  int64_t staging;  // rows under way, [R, max_tokens_per_rank]: tokens of a rank in dispatch, a rank's
+                    // partial sums in combine. The K values of its pairs follow each row
   int64_t buffers;  // the low-latency buffers, one after the other
   int64_t total;
   // In a low-latency buffer, from its start, where its LowLatencyControl is: as above, and rows
@@ -157,6 +157,7 @@ struct Workspace {
   RankState* state = nullptr;
   int32_t subgroup = 0;  // which of the mesh's independent groups this is
   int32_t rank = 0;      // in it
+  bool own_devices = false;     // no two ranks of the group share a GPU
   int32_t num_sms = 0;          // blocks of the kernels that move rows
   int32_t low_latency_sms = 0;  // the most blocks of a low-latency kernel
   uint64_t timeout_ns = 0;

@@ -69,6 +69,7 @@ struct Case {
   double unrouted = 0.1;
   bool weighted = true;
   bool uneven = false;  // the first rank has no tokens, the last num_tokens
+  bool own_devices = false;  // as if, where there are fewer devices than ranks
   int32_t num_sms = 8;
   int32_t low_latency_sms = 8;
   double timeout_s = 5;
@@ -164,6 +165,7 @@ class World {
       workspace.at = layout_.Offsets();
       workspace.state = ranks_[r].state->device;
       workspace.rank = r;
+      workspace.own_devices = c.own_devices || c.num_ranks <= NumDevices();
       workspace.num_sms = c.num_sms;
       workspace.low_latency_sms = c.low_latency_sms;
       workspace.timeout_ns = static_cast<uint64_t>(c.timeout_s * 1e9);
