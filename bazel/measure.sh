@@ -37,7 +37,7 @@ count=$("$python" -c "from jax_ep.testing import gpus; print(len(gpus.gpu_ids())
 
 # Two processes on one GPU take 140 s for the same tests, one process 35.
 step tests 200 "$python" -m jax_ep.testing.gpus --only "one process" --timeout 160
-bench deepseek 60 --sms=24,32 --layouts=expert,rank --dtypes=bfloat16,fp8
+bench deepseek 70 --sms=24,32,64 --layouts=expert,rank --dtypes=bfloat16,fp8
 bench low-latency 60 --mode=ll
 [[ -z ${BINARY:-} ]] || step kernels 40 "$BINARY" 20 "$count"
 for ((ranks = 2; ranks < count; ranks *= 2)); do

@@ -15,7 +15,7 @@
 
 // Every rank sums its rows for each token of the other ranks and pushes the partial sum into the
 // token's rank: one row a (token, rank) over the link. That rank adds up the partial sums, its own
-// among them, in rank order. Half of the blocks push first; all reduce, token by token behind the
+// among them, in rank order. Some blocks push first; all reduce, token by token behind the
 // pushers of the other ranks.
 namespace jax_ep::cuda {
 namespace {

@@ -59,10 +59,13 @@ __device__ void StageToken(const MoveArgs& args, Queue& queue, int32_t token) {
   Pairs ranks;
   if constexpr (kStage == Stage::kAtPeers) ranks = queue.Ranks(token);
   const auto for_each_row = [&](auto store) {
-    if constexpr (kStage != Stage::kAtPeers) return store(StagedRow(args, own, own, token));
-    for (int32_t rank = NextRank(ranks, -1, num_ranks); rank < num_ranks;
-         rank = NextRank(ranks, rank, num_ranks)) {
-      if (rank != own) store(StagedRow(args, rank, own, token));
+    if constexpr (kStage == Stage::kAtPeers) {
+      for (int32_t rank = NextRank(ranks, -1, num_ranks); rank < num_ranks;
+           rank = NextRank(ranks, rank, num_ranks)) {
+        if (rank != own) store(StagedRow(args, rank, own, token));
+      }
+    } else {
+      store(StagedRow(args, own, own, token));
     }
   };
   for (int32_t i = 0; i < args.num_leaves; ++i) {
@@ -91,7 +94,7 @@ struct PlaceTask {
   int32_t token;
 
   // By number. They are the tokens of all ranks in the order in which they become ready, the ranks in
-  // turn, beginning after this one so that not all pull from the same.
+  // turn, beginning after this one so that not all ask the same.
   __device__ PlaceTask(const MoveArgs& args, int32_t task) {
     const int32_t num_ranks = args.common.shape.num_ranks;
     source = (args.common.workspace.rank + 1 + task % num_ranks) % num_ranks;
@@ -205,7 +208,7 @@ __device__ void PlaceToken(const MoveArgs& args, Operation& operation, Mover& mo
 }
 
 // Fills this block's share of the rows for which `wanted(row_source)` with a byte, by its warps below
-// kFillWarps. Blocks that do nothing but stage at first have no share.
+// kFillWarps. Blocks that push first have no share.
 template <Stage kStage, typename Wanted>
 __device__ void FillRows(const MoveArgs& args, uint8_t value, Wanted wanted) {
   constexpr uint32_t kThreads = kFillWarps * 32;
@@ -237,7 +240,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   extern __shared__ __align__(128) std::byte shared[];
   const Shape& shape = args.common.shape;
   const Workspace& workspace = args.common.workspace;
-  Operation operation(args.common, Op::kDispatch, PayloadSite(args));
+  // Ranks that stage in different places would take what they find there for each other's tokens.
+  Operation operation(args.common, Op::kDispatch,
+                      PayloadSite(args) * 3 + static_cast<uint32_t>(kStage));
   const int32_t warp = threadIdx.x / 32;
   if (!operation.Enter()) {
     // Blocks that began before the group failed place all tokens, but fill only their gaps: so these
@@ -291,13 +296,15 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
 
 // Where to stage tokens. Stores go over the link at 373 GB/s and loads at 321, since requests for loads
 // take room on it, too (docs/performance.md). But a token is stored once more for every rank that it is
-// pushed to: which costs more than it brings where the SMs' stores, a cast, or memory are the limit.
-Stage Choose(const MoveArgs& args) {
+// pushed to: which costs more than it brings where a cast or memory is the limit; or the SMs' stores, as
+// they are where two ranks store a row a pair.
+Stage ChooseStage(const MoveArgs& args) {
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     if (args.leaves[i].quantize != Quantize::kNone) return Stage::kCastHere;
   }
   const Shape& shape = args.common.shape;
-  const bool mostly_link = shape.layout == Layout::kRank || shape.num_ranks >= 4;
+  const bool mostly_link =
+      shape.num_ranks >= 4 || (shape.num_ranks > 1 && shape.layout == Layout::kRank);
   return args.common.workspace.own_devices && mostly_link ? Stage::kAtPeers : Stage::kHere;
 }
 
@@ -313,7 +320,7 @@ auto Kernel(Stage stage) -> void (*)(MoveArgs) {
 
 template <typename Mover, typename Ring>
 Status LaunchWith(cudaStream_t stream, MoveArgs args) {
-  const Stage stage = Choose(args);
+  const Stage stage = ChooseStage(args);
   const auto kernel = Kernel<Mover, Ring>(stage);
   constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
   const auto room = static_cast<int32_t>(std::min<int64_t>(kWarps, MaxSharedBytes(kernel) / kBytes));

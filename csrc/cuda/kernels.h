@@ -66,10 +66,10 @@ struct PairValues {
   int64_t staging_offset = 0;
 };
 
-// Who stages rows for other ranks before anything else; chosen at the launch.
+// Who stages rows first, before it does what all do; chosen at the launch.
 struct Stagers {
-  int32_t blocks = 0;  // the first of the grid
-  int32_t warps = 0;   // of each; dispatch only
+  int32_t blocks = 0;  // so many at the start of the grid
+  int32_t warps = 0;   // of each of them; dispatch only
 };
 
 struct MoveArgs {

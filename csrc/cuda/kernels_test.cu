@@ -407,6 +407,21 @@ void CheckTickets(const Case& c) {
   world.LowLatencyDispatch(Half::kDone);
   world.WaitForFailure(Phase::kTicket);
   world.CheckPoison();
+  // Nor does the failed group do anything else.
+  world.Scramble();
+  world.Dispatch();
+  world.WaitForFailure(Phase::kTicket);
+  world.CheckPoison();
+}
+
+// Ranks that disagree on where tokens are staged.
+void CheckMismatch(Case c) {
+  c.num_ranks = 4;
+  World world(c, 0);
+  world.Disagree(0);
+  world.Prepare();
+  world.Dispatch();
+  world.WaitForFailure(Phase::kMismatch);
 }
 
 }  // namespace
@@ -434,6 +449,11 @@ int main(int argc, char** argv) {
     CheckInverses();
   }
   CheckTickets(cases[0]);
+  Case pushed = cases[0];
+  pushed.num_ranks = 4;
+  pushed.own_devices = true;
+  CheckTickets(pushed);
+  CheckMismatch(cases[0]);
   std::printf("%zu cases passed\n", cases.size());
   return 0;
 }

@@ -173,9 +173,9 @@ __device__ void CopyRow(Queue& queue, const Leaf& leaf, int64_t token, ForEachRo
     }
     return;
   }
-  const auto bytes = static_cast<int32_t>(leaf.row_bytes);
   constexpr int kVectors = Queue::kPieceBytes / (32 * 16);  // of a lane
-  for (int32_t first = 0; first < bytes; first += Queue::kBatchBytes) {
+  int64_t offset = leaf.staging_offset;
+  for (auto left = static_cast<int32_t>(leaf.row_bytes); left > 0; left -= Queue::kBatchBytes) {
     const std::byte* const batch = queue.Front();
 #pragma unroll
     for (int32_t piece = 0; piece < Queue::kBatchBytes; piece += Queue::kPieceBytes) {
@@ -185,15 +185,15 @@ __device__ void CopyRow(Queue& queue, const Leaf& leaf, int64_t token, ForEachRo
         vectors[v] = *reinterpret_cast<const uint4*>(batch + piece + (v * 32 + lane) * 16);
       }
       for_each_row([&](std::byte* row) {
-        std::byte* const to = row + leaf.staging_offset;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          const int32_t at = first + piece + (v * 32 + lane) * 16;
-          if (at < bytes) Store(reinterpret_cast<uint4*>(to + at), vectors[v]);
+          const int32_t at = piece + (v * 32 + lane) * 16;
+          if (at < left) Store(reinterpret_cast<uint4*>(row + offset + at), vectors[v]);
         }
       });
     }
     queue.Pop();
+    offset += Queue::kBatchBytes;
   }
 }
 

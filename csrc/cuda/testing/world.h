@@ -218,6 +218,9 @@ class World {
     });
   }
 
+  // Lets a rank think otherwise than the others of whether ranks have a device each.
+  void Disagree(int32_t rank) { workspaces_[rank].own_devices ^= true; }
+
   // Overwrites all results, so that what nobody writes shows.
   void Scramble(int byte = 0xa5) {
     ForEachRank([&](Rank& rank, int32_t) {
