@@ -47,16 +47,16 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
 def jit(f: Callable) -> Callable:
     """jax.jit, but a call with an argument of no bytes skips the test where JAX crashes on those.
 
-    That is in several GPU processes (jax 0.11.2: a segmentation fault while the argument is placed,
-    before any operation of ours).
+    That is on several GPUs, of one process or of several (jax 0.11.2: a segmentation fault while the
+    argument is placed, before any operation of ours).
     """
     compiled = jax.jit(f)
 
     @functools.wraps(compiled)
     def call(*args):
-        if (jax.process_count() > 1 and jax.default_backend() == "gpu"
+        if (jax.device_count() > 1 and jax.default_backend() == "gpu"
                 and any(0 in np.shape(leaf) for leaf in jax.tree.leaves(args))):
-            pytest.skip("jax crashes on arguments of no bytes in several GPU processes")
+            pytest.skip("jax crashes on arguments of no bytes on several GPUs")
         return compiled(*args)
 
     return call
