@@ -86,10 +86,12 @@ def _draw_by_sms(axis, results, step):
         lines[_PEERS[step]] = peers[_PEERS[step]]["us"]
     rates = [peers[name]["link_gb_per_s"] for name in _LINK_COPIES if name in peers]
     if rates and max(rates):
+        dtypes = {}  # by the bytes on the link: combine's are the same whatever dispatch has cast to
         for result in results:
             if result["step"] == step and result["link_bytes"]:
-                label = f"raw copy of its {result['dtype']} bytes"
-                lines[label] = result["link_bytes"] / max(rates) / 1e3
+                dtypes.setdefault(result["link_bytes"], {})[result["dtype"]] = None
+        for link_bytes, names in dtypes.items():
+            lines[f"raw copy of its bytes, {', '.join(names)}"] = link_bytes / max(rates) / 1e3
     for label, us in lines.items():
         axis.axhline(us, color=_MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
         axis.annotate(label, (0.99, us), xycoords=("axes fraction", "data"), xytext=(0, 2),
