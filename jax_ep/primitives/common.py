@@ -30,7 +30,7 @@ def routing_operands(handle: Handle) -> tuple[jax.Array, ...]:
 
 def no_row_topk_idx(spec: HandleSpec) -> tuple[int, int]:
     """The shape that stands for no row_topk_idx. Not empty: as an argument of a compiled program an
-    empty array crashes jax 0.11.2 on several GPUs."""
+    empty array crashes jax 0.11.2 in several GPU processes."""
     return (1, spec.group.num_topk)
 
 
