@@ -18,11 +18,13 @@ SIZES = dict(num_ranks=4, num_experts=8, num_topk=2, max_tokens_per_rank=8, max_
 class Native:
     """Keeps what is open, and fails where it is told to."""
 
-    def __init__(self, fail_at=None, fabric_obstacle=None):
+    def __init__(self, fail_at=None, fabric_obstacle=None, gpus=8):
         self.fail_at = fail_at
+        self.gpus = gpus  # fewer than devices: ranks share them
         self.fabric_obstacle = fabric_obstacle
         self.kinds = set()
         self.sms = set()
+        self.own_devices = set()
         self.open = {}
         self.calls = collections.Counter()
 
@@ -32,7 +34,7 @@ class Native:
             raise RuntimeError(f"{name} failed on {where}")
 
     def machine_info(self):
-        return {"devices": [{"uuid": f"gpu{i}", "num_sms": 132} for i in range(8)]}
+        return {"devices": [{"uuid": f"gpu{i % self.gpus}", "num_sms": 132} for i in range(8)]}
 
     def reach(self, device):
         self._call("reach", device)
@@ -52,6 +54,7 @@ class Native:
     def connect_group(self, *, id, device, handles, num_sms, low_latency_sms, own_devices):
         self._call("connect", device)
         self.sms.add((num_sms, low_latency_sms))
+        self.own_devices.add(own_devices)
         ranks = [self.open[id, int(handle)] for handle in handles]
         assert ranks == list(range(SIZES["num_ranks"]))
         assert str(device).encode() in handles
@@ -119,6 +122,13 @@ def test_num_sms(devices, most, default, low_latency):
 ])
 def test_own_devices(devices, own):
     assert workspace.own_devices(devices) == own
+
+
+@pytest.mark.parametrize("gpus, own", [(8, True), (7, False)])
+def test_kernels_know_whether_ranks_share_a_gpu(gpus, own, monkeypatch):
+    native = Native(gpus=gpus)
+    with contextlib.closing(make(monkeypatch, native)):
+        assert native.own_devices == {own}
 
 
 @pytest.mark.parametrize("num_sms, expected", [(None, (32, 100)), (8, (8, 8))])

@@ -13,18 +13,18 @@
 #include "csrc/cuda/stage_queue.cuh"
 #include "csrc/cuda/stage_row.cuh"
 
-// Every rank stages its tokens and places those that it needs, each of which comes once over the link:
-// staged in the rank's own workspace, cast to fp8 where that is asked for, and pulled by the others;
-// or pushed into the workspaces of those. Some warps stage first; all place, token by token behind
-// the stagers of the other ranks.
+// Every rank stages its tokens and places those that it needs, each of which comes once over the
+// link: staged in the rank's own workspace, cast to fp8 where that is asked for, and pulled by the
+// others; or pushed into the workspaces of those. Some warps stage first; all place, token by token
+// behind the stagers of the other ranks.
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kWarps = 16;
 // To stage here: of each block the warps that do it to the end, unless shared memory allows fewer.
 constexpr int kPullStageWarps = 8;
-// To push: the blocks that do it to the end, the link's rate; stores of more would keep other stores
-// waiting behind them (docs/performance.md).
+// To push: the blocks that do it to the end, enough for the link; stores of more would keep other
+// stores waiting behind them (docs/performance.md).
 constexpr int kMaxPushBlocks = 12;
 // Of a block: those that fill rows which no token takes.
 constexpr int kFillWarps = 8;
@@ -93,8 +93,8 @@ struct PlaceTask {
   int32_t source;
   int32_t token;
 
-  // By number. They are the tokens of all ranks in the order in which they become ready, the ranks in
-  // turn, beginning after this one so that not all ask the same.
+  // By number. They are the tokens of all ranks in the order in which they become ready, the ranks
+  // in turn, beginning after this one so that not all ask the same.
   __device__ PlaceTask(const MoveArgs& args, int32_t task) {
     const int32_t num_ranks = args.common.shape.num_ranks;
     source = (args.common.workspace.rank + 1 + task % num_ranks) % num_ranks;
@@ -207,8 +207,8 @@ __device__ void PlaceToken(const MoveArgs& args, Operation& operation, Mover& mo
   }
 }
 
-// Fills this block's share of the rows for which `wanted(row_source)` with a byte, by its warps below
-// kFillWarps. Blocks that push first have no share.
+// Fills this block's share of the rows for which `wanted(row_source)` with a byte, by its first
+// kFillWarps warps. Blocks that push first have no share, unless there are no others.
 template <Stage kStage, typename Wanted>
 __device__ void FillRows(const MoveArgs& args, uint8_t value, Wanted wanted) {
   constexpr uint32_t kThreads = kFillWarps * 32;
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
                       PayloadSite(args) * 3 + static_cast<uint32_t>(kStage));
   const int32_t warp = threadIdx.x / 32;
   if (!operation.Enter()) {
-    // Blocks that began before the group failed place all tokens, but fill only their gaps: so these
-    // rows are divided as the gaps are.
+    // Blocks that began before the group failed place all tokens, but fill only their gaps: so
+    // these rows are divided as the gaps are.
     return FillRows<kStage>(args, kPoison, [](int32_t) { return true; });
   }
 
@@ -294,10 +294,10 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   operation.Leave();
 }
 
-// Where to stage tokens. Stores go over the link at 373 GB/s and loads at 321, since requests for loads
-// take room on it, too (docs/performance.md). But a token is stored once more for every rank that it is
-// pushed to: which costs more than it brings where a cast or memory is the limit; or the SMs' stores, as
-// they are where two ranks store a row a pair.
+// Where to stage tokens. Stores go over the link at 373 GB/s and loads at 321, since requests for
+// loads take room on it, too (docs/performance.md). But a token is stored once for every rank that it
+// is pushed to, not once in all: which costs more than it brings where a cast or memory is the limit;
+// or the SMs' stores, as they are where two ranks store a row a pair.
 Stage ChooseStage(const MoveArgs& args) {
   for (int32_t i = 0; i < args.num_leaves; ++i) {
     if (args.leaves[i].quantize != Quantize::kNone) return Stage::kCastHere;
@@ -323,11 +323,12 @@ Status LaunchWith(cudaStream_t stream, MoveArgs args) {
   const Stage stage = ChooseStage(args);
   const auto kernel = Kernel<Mover, Ring>(stage);
   constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
-  const auto room = static_cast<int32_t>(std::min<int64_t>(kWarps, MaxSharedBytes(kernel) / kBytes));
   const int32_t num_sms = args.common.workspace.num_sms;
   args.stagers = stage == Stage::kAtPeers
-                     ? Stagers{std::clamp(num_sms / 2, 1, kMaxPushBlocks), std::min(kWarps - 1, room)}
-                     : Stagers{num_sms, std::min(kPullStageWarps, room)};
+                     ? Stagers{std::clamp(num_sms / 2, 1, kMaxPushBlocks), kWarps - 1}
+                     : Stagers{num_sms, kPullStageWarps};
+  const int64_t room = MaxSharedBytes(kernel) / kBytes;  // warps
+  if (room < args.stagers.warps) args.stagers.warps = static_cast<int32_t>(room);
   const int32_t warps = Mover::kSharedBytes > 0 ? kWarps : args.stagers.warps;
   return Launch(kernel, num_sms, kWarps * 32, warps * kBytes, stream, args);
 }

@@ -46,13 +46,14 @@ std::vector<Case> Cases() {
     add("one rank", [](Case& c) { c.num_ranks = 1; });
     add("three ranks", [](Case& c) { c.num_ranks = 3; c.num_experts = 9; });
     add("eight ranks", [](Case& c) { c.num_ranks = 8; c.num_experts = 16; c.num_sms = 4; });
-    add("72 ranks", [](Case& c) {  // all that can be connected, one SM each
+    // As many as can be connected, one SM each.
+    const auto most_ranks = [](Case& c) {
       c.num_ranks = 72;
       c.num_experts = 144;
       c.num_tokens = c.max_tokens = 12;
       c.num_sms = c.low_latency_sms = 1;
-      c.uneven = true;
-    });
+    };
+    add("72 ranks", [&](Case& c) { most_ranks(c); c.uneven = true; });
     // As between GPUs, also where there is one.
     const auto add_pushed = [&](const char* name, auto change) {
       add(name, [change](Case& c) {
@@ -77,12 +78,7 @@ std::vector<Case> Cases() {
       c.alignment = 8;
       c.uneven = true;
     });
-    add_pushed("pushed, 72 ranks", [](Case& c) {
-      c.num_ranks = 72;
-      c.num_experts = 144;
-      c.num_tokens = c.max_tokens = 12;
-      c.num_sms = c.low_latency_sms = 1;
-    });
+    add_pushed("pushed, 72 ranks", most_ranks);
     add("tight, aligned", [](Case& c) { c.capacity = 37; c.alignment = 8; });
     add("capacity 0", [](Case& c) { c.capacity = 0; });
     add("aligned 128", [](Case& c) { c.alignment = 128; });

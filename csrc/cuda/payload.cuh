@@ -15,8 +15,8 @@ __device__ __forceinline__ uint32_t PayloadSite(const MoveArgs& args) {
          static_cast<uint32_t>(args.num_leaves);
 }
 
-// Where what rank `from` has for token `token` is staged on rank `on`: in dispatch a token of its own,
-// in combine its partial sum for one of `on`.
+// Where what rank `from` has for token `token` is staged on rank `on`: in dispatch a token of its
+// own, in combine its partial sum for one of `on`.
 __device__ __forceinline__ std::byte* StagedRow(const MoveArgs& args, int32_t on, int32_t from,
                                                 int32_t token) {
   const Workspace& workspace = args.common.workspace;

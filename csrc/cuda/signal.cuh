@@ -307,7 +307,7 @@ class Operation {
   uint32_t epoch_ = 0;
 };
 
-// Those of a queue's tasks, numbered from 0 to `count`, that a warp gets to take. The next one is asked
+// Those of a queue's `count` tasks, numbered from 0, that a warp gets to take. The next one is asked
 // for while the warp works on the one before. All lanes make all calls.
 class Tasks {
  public:
@@ -316,7 +316,7 @@ class Tasks {
     Ask();
   }
 
-  // The task that Take will give.
+  // The task that Take will give; false where it will give none.
   __device__ __forceinline__ bool Peek(int32_t* task) const {
     const uint32_t next = __shfl_sync(~0u, asked_, 0);
     *task = static_cast<int32_t>(next);

@@ -96,7 +96,7 @@ struct WorkspaceOffsets {
   int64_t ready;    // signal words [R, max_tokens_per_rank]: whose part of a token is in place
   int64_t topk;     // everyone's topk_idx, as words [R, max_tokens_per_rank, K]
   int64_t counts;   // per-block counts of prepare, int32 [kMaxBlocks, E]
-  int64_t staging;  // rows under way, [R, max_tokens_per_rank]: tokens of a rank in dispatch, a rank's
+  int64_t staging;  // rows under way, [R, max_tokens_per_rank]: a rank's tokens in dispatch, its
                     // partial sums in combine. The K values of its pairs follow each row
   int64_t buffers;  // the low-latency buffers, one after the other
   int64_t total;

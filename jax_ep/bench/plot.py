@@ -86,7 +86,7 @@ def _draw_by_sms(axis, results, step):
         lines[_PEERS[step]] = peers[_PEERS[step]]["us"]
     rates = [peers[name]["link_gb_per_s"] for name in _LINK_COPIES if name in peers]
     if rates and max(rates):
-        dtypes = {}  # by the bytes on the link: combine's are the same whatever dispatch has cast to
+        dtypes = {}  # by the bytes on the link: combine's are the same, whatever dispatch casts to
         for result in results:
             if result["step"] == step and result["link_bytes"]:
                 dtypes.setdefault(result["link_bytes"], {})[result["dtype"]] = None

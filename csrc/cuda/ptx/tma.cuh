@@ -82,8 +82,8 @@ __device__ __forceinline__ void BulkWait() {
 }
 
 // Orders this thread's ordinary accesses to global memory before its later bulk copies, and the
-// reverse; a fence for both memories would also wait for all of its stores. Nothing on GPUs that have
-// no bulk copies.
+// reverse; a fence for both memories would also wait for all of its stores. Nothing on GPUs that
+// have no bulk copies.
 __device__ __forceinline__ void FenceProxyAsyncGlobal() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
