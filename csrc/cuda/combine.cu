@@ -255,14 +255,14 @@ __device__ void ReduceToken(const MoveArgs& args, Operation& operation, Sums& su
   const Shape& shape = args.common.shape;
   const int32_t lane = threadIdx.x % 32;
 
-  const Pairs ranks = RanksOfRows(args, token);
+  const SentRows rows = RowsOfToken(args, token);
+  const Pairs& ranks = rows.ranks;
   Pairs slots;  // of this rank's own rows
   bool good = true;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int32_t k = half * 32 + lane;
     const bool own = ranks[half] == workspace.rank;
-    slots[half] = own ? args.slots[int64_t{token} * shape.num_topk + k] : kNoSlot;
+    slots[half] = own ? rows.slots[half] : kNoSlot;
     if (!own && ranks[half] != shape.num_ranks) good &= operation.WaitReady(ranks[half], token);
   }
   good = __all_sync(~0u, good);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include "csrc/core/slots.h"
 #include "csrc/cuda/copy.cuh"
@@ -23,6 +24,12 @@ namespace {
 constexpr int kWarps = 16;
 // To stage here: of each block the warps that do it to the end, unless shared memory allows fewer.
 constexpr int kPullStageWarps = 8;
+// Where many ranks share a GPU, what they stage leaves its L2 cache before all have pulled it, unless
+// each stages only so many tokens ahead of what it places. That makes casting warps wait, of which
+// fewer are enough then.
+constexpr int kManyRanks = 4;
+constexpr int kStagedAhead = 768;  // of all ranks
+constexpr int kSharedCastWarps = 6;
 // To push: the blocks that do it to the end, enough for the link; stores of more would keep other
 // stores waiting behind them (docs/performance.md).
 constexpr int kMaxPushBlocks = 12;
@@ -267,6 +274,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
       if (blockIdx.x < args.stagers.blocks && warp < args.stagers.warps) {
         StageQueue<Ring, kStage == Stage::kAtPeers> queue(args, operation, kStageQueue, own_shared);
         for (int32_t token; (token = queue.NextToken()) >= 0;) {
+          operation.WaitUntilTaken(kPlaceQueue,
+                                   int64_t{token - args.stagers.ahead} * shape.num_ranks);
           StageToken<kStage>(args, queue, token);
           publisher.Finished(token);
         }
@@ -308,6 +317,20 @@ Stage ChooseStage(const MoveArgs& args) {
   return args.common.workspace.own_devices && mostly_link ? Stage::kAtPeers : Stage::kHere;
 }
 
+Stagers ChooseStagers(const MoveArgs& args, Stage stage) {
+  constexpr int32_t kAnyNumber = std::numeric_limits<int32_t>::max();
+  const Workspace& workspace = args.common.workspace;
+  const int32_t num_ranks = args.common.shape.num_ranks;
+  if (stage == Stage::kAtPeers) {
+    return {std::clamp(workspace.num_sms / 2, 1, kMaxPushBlocks), kWarps - 1, kAnyNumber};
+  }
+  if (workspace.own_devices || num_ranks < kManyRanks) {
+    return {workspace.num_sms, kPullStageWarps, kAnyNumber};
+  }
+  return {workspace.num_sms, stage == Stage::kCastHere ? kSharedCastWarps : kPullStageWarps,
+          kStagedAhead / num_ranks};
+}
+
 template <typename Mover, typename Ring>
 auto Kernel(Stage stage) -> void (*)(MoveArgs) {
   switch (stage) {
@@ -324,9 +347,7 @@ Status LaunchWith(cudaStream_t stream, MoveArgs args) {
   const auto kernel = Kernel<Mover, Ring>(stage);
   constexpr int64_t kBytes = kSharedBytesPerWarp<Mover, Ring>;
   const int32_t num_sms = args.common.workspace.num_sms;
-  args.stagers = stage == Stage::kAtPeers
-                     ? Stagers{std::clamp(num_sms / 2, 1, kMaxPushBlocks), kWarps - 1}
-                     : Stagers{num_sms, kPullStageWarps};
+  args.stagers = ChooseStagers(args, stage);
   const int64_t room = MaxSharedBytes(kernel) / kBytes;  // warps
   if (room < args.stagers.warps) args.stagers.warps = static_cast<int32_t>(room);
   const int32_t warps = Mover::kSharedBytes > 0 ? kWarps : args.stagers.warps;

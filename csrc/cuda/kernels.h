@@ -69,7 +69,9 @@ struct PairValues {
 // Who stages rows first, before it does what all do; chosen at the launch.
 struct Stagers {
   int32_t blocks = 0;  // so many at the start of the grid
-  int32_t warps = 0;   // of each of them; dispatch only
+  // dispatch only:
+  int32_t warps = 0;   // of each of them
+  int32_t ahead = 0;   // the most tokens by which staging is ahead of placing
 };
 
 struct MoveArgs {

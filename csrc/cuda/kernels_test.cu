@@ -46,6 +46,13 @@ std::vector<Case> Cases() {
     add("one rank", [](Case& c) { c.num_ranks = 1; });
     add("three ranks", [](Case& c) { c.num_ranks = 3; c.num_experts = 9; });
     add("eight ranks", [](Case& c) { c.num_ranks = 8; c.num_experts = 16; c.num_sms = 4; });
+    // They stage as many as they may, ahead of what they place.
+    add("eight ranks, many tokens", [](Case& c) {
+      c.num_ranks = 8;
+      c.num_experts = 16;
+      c.num_tokens = c.max_tokens = 500;
+      c.row_elements = {256};
+    });
     // As many as can be connected, one SM each.
     const auto most_ranks = [](Case& c) {
       c.num_ranks = 72;
@@ -88,6 +95,7 @@ std::vector<Case> Cases() {
     add("top-40", [](Case& c) { c.num_topk = 40; c.num_experts = 6; });
     add("top-64", [](Case& c) { c.num_topk = 64; c.num_experts = 128; });
     add("odd bytes", [](Case& c) { c.dtype = DType::kF8E4M3FN; c.row_elements = {7, 33}; });
+    add("rows of no bytes", [](Case& c) { c.row_elements = {0, 24, 0}; });
     add("f16, 2880", [](Case& c) { c.dtype = DType::kF16; c.row_elements = {2880}; });
     add("f32 and more", [](Case& c) { c.dtype = DType::kF32; c.row_elements = {3, 64, 1, 5}; });
     add("f64", [](Case& c) { c.dtype = DType::kF64; c.row_elements = {9}; });

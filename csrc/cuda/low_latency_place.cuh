@@ -192,7 +192,7 @@ inline __device__ bool PlaceTokens(const LowLatencyDispatchArgs& args, LowLatenc
   const Shape& shape = args.move.common.shape;
   const int32_t rank = args.move.common.workspace.rank;
   const int32_t num_topk = shape.num_topk;
-  const Indices<LowLatencyChannel> indices(shape, channel, channel.Topk(rank), first_token);
+  const uint64_t* const words = channel.Topk(rank);
   const int32_t lane = threadIdx.x % 32;
   const uint32_t lanes_before = (1u << lane) - 1;
   if (lane < count) batch.num_places[lane] = 0;
@@ -208,13 +208,15 @@ inline __device__ bool PlaceTokens(const LowLatencyDispatchArgs& args, LowLatenc
       const int32_t k = half + dividers.topk.Remainder(lane);
       const bool is_pair = token_of_lane < at_once && i < count && k < num_topk;
       Source source{-1, 0, k};
+      int32_t entry = -1;  // where its word is
       int32_t expert = -1;
       if (is_pair) {
-        source = indices.Find(first + i, 0);
-        source.k = k;
-        expert = channel.Value(indices.Load(source));  // it has been counted
+        source.rank = RankOfToken(first_token, first + i, 0);
+        source.token = first + i - first_token[source.rank];
+        entry = EncodeSource(shape, source);
+        expert = channel.Value(ptx::LoadRelaxedSys(words + entry));  // it has been counted
       }
-      const int32_t position = NextPosition(counters.before, expert);
+      const int32_t position = NextPosition(counters.before, shape.num_experts, expert);
       int32_t slot = kNoSlot;
       bool here = false;
       if (expert >= 0) {
@@ -226,7 +228,7 @@ inline __device__ bool PlaceTokens(const LowLatencyDispatchArgs& args, LowLatenc
         if (source.rank == rank) {
           args.routing.slots[int64_t{source.token} * num_topk + k] = slot;
         }
-        args.routing.recv_slots[indices.Entry(source)] = here ? slot : kNoSlot;
+        args.routing.recv_slots[entry] = here ? slot : kNoSlot;
         batch.slots[i * num_topk + k] = here ? slot : kNoSlot;
         if (k == 0) {
           batch.sources[i] = source.rank;
@@ -236,7 +238,7 @@ inline __device__ bool PlaceTokens(const LowLatencyDispatchArgs& args, LowLatenc
       const uint32_t its = __ballot_sync(~0u, here) & token_lanes;
       const int32_t before = is_pair ? batch.num_places[i] : 0;
       if (here) {
-        args.routing.row_source[slot] = EncodeSource(shape, source);
+        args.routing.row_source[slot] = entry;
         batch.places[i * num_topk + before + __popc(its & lanes_before)] = slot;
       }
       __syncwarp();

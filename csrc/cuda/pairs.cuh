@@ -29,20 +29,27 @@ __device__ __forceinline__ Pairs ReceivedSlots(const MoveArgs& args, int32_t sou
   return slots;
 }
 
-// The ranks that have rows of a token of this rank's, num_ranks for pairs that have none.
-__device__ __forceinline__ Pairs RanksOfRows(const MoveArgs& args, int32_t token) {
-  const Shape& shape = args.common.shape;
+// The rows of a token of this rank's: the ranks that have them, num_ranks for pairs without one, and
+// their slots there.
+struct SentRows {
   Pairs ranks;
+  Pairs slots;
+};
+
+__device__ __forceinline__ SentRows RowsOfToken(const MoveArgs& args, int32_t token) {
+  const Shape& shape = args.common.shape;
+  SentRows rows;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t k = half * 32 + static_cast<int32_t>(threadIdx.x % 32);
     const int64_t pair = int64_t{token} * shape.num_topk + k;
     const bool in_range = k < shape.num_topk;
-    const int32_t slot = in_range ? args.slots[pair] : kNoSlot;
     const int32_t expert = in_range ? args.topk_idx[pair] : -1;
-    ranks[half] = slot != kNoSlot ? shape.rank_of_expert(expert) : shape.num_ranks;
+    const int32_t slot = in_range ? args.slots[pair] : kNoSlot;
+    rows.slots[half] = slot;
+    rows.ranks[half] = slot != kNoSlot ? shape.rank_of_expert(expert) : shape.num_ranks;
   }
-  return ranks;
+  return rows;
 }
 
 // The least of these ranks above `after`, by all lanes; num_ranks if there is none.

@@ -49,44 +49,14 @@ __device__ void SendIndices(const Common& common, const int32_t* topk_idx, Opera
   }
 }
 
-// All ranks' indices, as they are sent to this one: words [R, max_tokens_per_rank, K].
-template <typename Channel>
-class Indices {
- public:
-  __device__ Indices(const Shape& shape, Channel& channel, const uint64_t* words,
-                     const int32_t* first_token)
-      : shape_(shape), channel_(channel), words_(words), first_token_(first_token) {}
-
-  // The rank and token, as Source has them, of token number `index` among all ranks' tokens, which
-  // is not of a rank before `rank`.
-  __device__ Source Find(int32_t index, int32_t rank) const {
+// The rank of token number `token` of all ranks', which is of none before `rank`; `first_token` has
+// the first one of each.
+__device__ __forceinline__ int32_t RankOfToken(const int32_t* first_token, int32_t token,
+                                               int32_t rank) {
 #pragma unroll 1
-    while (index >= first_token_[rank + 1]) ++rank;
-    return {rank, index - first_token_[rank], 0};
-  }
-
-  // The entry of a pair in tables [R, max_tokens_per_rank, K].
-  __device__ int64_t Entry(const Source& source) const {
-    return (int64_t{source.rank} * shape_.max_tokens_per_rank + source.token) * shape_.num_topk +
-           source.k;
-  }
-
-  // A pair's expert, in two steps, so that several loads can be under way together.
-  __device__ uint64_t Load(const Source& source) const {
-    return ptx::LoadRelaxedSys(words_ + Entry(source));
-  }
-  // Less than 0 if it has none, or did not come; the operation has failed then.
-  __device__ int32_t Expert(const Source& source, uint64_t loaded) const {
-    int32_t expert;
-    return channel_.WaitWord(source.rank, words_ + Entry(source), loaded, &expert) ? expert : -1;
-  }
-
- private:
-  const Shape& shape_;
-  Channel& channel_;
-  const uint64_t* words_;
-  const int32_t* first_token_;
-};
+  while (token >= first_token[rank + 1]) ++rank;
+  return rank;
+}
 
 // In layouts expert and padded: this rank's sizes, and `place(expert, count, first)` of all experts,
 // with how many pairs each has by `count_of(expert)`, and its first row, clipped at capacity,
@@ -141,11 +111,25 @@ __device__ __forceinline__ void PlaceExperts(const Team& team, const Common& com
   }
 }
 
+// The lanes of a warp that have the same expert as this one, if it has one; a lane without has -1. As
+// __match_any_sync, which takes some 300 cycles where most lanes differ.
+__device__ __forceinline__ uint32_t SameExpert(int32_t num_experts, int32_t expert) {
+  uint32_t same = __ballot_sync(~0u, expert >= 0);
+#pragma unroll 4
+  for (int32_t bits = num_experts - 1, bit = 0; bits >> bit != 0; ++bit) {
+    const bool set = (expert >> bit & 1) != 0;
+    const uint32_t all = __ballot_sync(~0u, set);
+    same &= set ? all : ~all;
+  }
+  return same;
+}
+
 // The positions of a warp's next 32 pairs among their experts' pairs, in the order of the lanes;
 // `counters` has how many there were before. A lane without a pair has expert -1.
-__device__ __forceinline__ int32_t NextPosition(int32_t* counters, int32_t expert) {
+__device__ __forceinline__ int32_t NextPosition(int32_t* counters, int32_t num_experts,
+                                                int32_t expert) {
   const int32_t lane = threadIdx.x % 32;
-  const uint32_t same = __match_any_sync(~0u, expert);
+  const uint32_t same = SameExpert(num_experts, expert);
   int32_t position = 0;
   if (expert >= 0) position = counters[expert] + __popc(same & ((1u << lane) - 1));
   __syncwarp();

@@ -224,6 +224,14 @@ class Operation {
     return atomicAdd(&workspace_.state->tasks[queue], 1);
   }
 
+  // Waits until so many tasks of a queue have been taken. All lanes of a warp call it.
+  __device__ __forceinline__ void WaitUntilTaken(int queue, int64_t count) const {
+    const auto* const taken =
+        reinterpret_cast<const volatile uint32_t*>(&workspace_.state->tasks[queue]);
+    while (count > 0 && *taken < count) __nanosleep(200);
+    __syncwarp();
+  }
+
   // Waits for all blocks of this grid, once in an operation. All threads of the block call it.
   __device__ __forceinline__ void GridBarrier() {
     __syncthreads();

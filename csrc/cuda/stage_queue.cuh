@@ -44,7 +44,7 @@ class StageQueue {
 
   // The ranks that have rows of that token.
   __device__ __forceinline__ Pairs Ranks(int32_t token) const {
-    return token == loading_ ? ranks_ : RanksOfRows(args_, token);
+    return token == loading_ ? ranks_ : RowsOfToken(args_, token).ranks;
   }
 
   // Waits for the next batch of the token's rows and gives its address.
@@ -64,7 +64,7 @@ class StageQueue {
     if (threadIdx.x % 32 == num_taken_ % 32) taken_ = token;
     ++num_taken_;
     loading_ = token;
-    if (kRanks) ranks_ = RanksOfRows(args_, token);
+    if (kRanks) ranks_ = RowsOfToken(args_, token).ranks;
     return true;
   }
 
