@@ -62,13 +62,13 @@ def low_latency_sms(devices: Sequence[tuple[str, int]]) -> int:
     return max(1, min(_MAX_BLOCKS, max(sms - _SMS_OF_COLLECTIVES, sms // 2)))
 
 
-def own_devices(devices: Sequence[tuple[str, int]]) -> bool:
-    """Whether no two ranks of `devices` (see default_num_sms) share a device.
+def ranks_per_device(devices: Sequence[tuple[str, int]]) -> int:
+    """The most ranks of `devices` (see default_num_sms) that share one.
 
-    Then tokens may be pushed to their ranks; if ranks share a device, its memory is the link, and
-    they are pulled.
+    If it is 1, tokens may be pushed to their ranks; if ranks share a device, its memory is the link,
+    and they are pulled.
     """
-    return max(_ranks_on(devices).values()) == 1
+    return max(_ranks_on(devices).values())
 
 
 def _ranks_on(devices: Sequence[tuple[str, int]]) -> collections.Counter[str]:
@@ -123,7 +123,7 @@ class Workspace:
             self.num_sms = self._check_num_sms(num_sms, devices)
             self.low_latency_sms = (low_latency_sms(devices) if num_sms is None
                                     else self.num_sms)
-            self.own_devices = own_devices(devices)
+            self.ranks_per_device = ranks_per_device(devices)
             transports = self._together("connection", lambda: self._connect(ranks))
         except BaseException:
             self.close()
@@ -180,7 +180,7 @@ class Workspace:
                            if rank["subgroup"] == place.subgroup)
             transports.append({"transport": self._native.connect_group(
                 id=self._id, device=place.device.local_hardware_id, num_sms=self.num_sms,
-                low_latency_sms=self.low_latency_sms, own_devices=self.own_devices,
+                low_latency_sms=self.low_latency_sms, ranks_per_device=self.ranks_per_device,
                 handles=[base64.b64decode(handle) for _, handle in peers])})
         return transports
 

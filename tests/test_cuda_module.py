@@ -67,7 +67,7 @@ def test_low_latency_workspace_bytes(module):
 def test_groups_that_are_not_open(module):
     with pytest.raises(RuntimeError, match="12345 is not open"):
         module.connect_group(id=12345, device=0, handles=[], num_sms=1,
-                             low_latency_sms=1, own_devices=True)
+                             low_latency_sms=1, ranks_per_device=1)
     assert module.check_group(12345) is None
     module.disconnect_group(12345)
     module.close_group(12345)

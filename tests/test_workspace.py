@@ -24,7 +24,7 @@ class Native:
         self.fabric_obstacle = fabric_obstacle
         self.kinds = set()
         self.sms = set()
-        self.own_devices = set()
+        self.ranks_per_device = set()
         self.open = {}
         self.calls = collections.Counter()
 
@@ -51,10 +51,11 @@ class Native:
         self.open[id, device] = rank
         return f"{device}".encode()
 
-    def connect_group(self, *, id, device, handles, num_sms, low_latency_sms, own_devices):
+    def connect_group(self, *, id, device, handles, num_sms, low_latency_sms,
+                      ranks_per_device):
         self._call("connect", device)
         self.sms.add((num_sms, low_latency_sms))
-        self.own_devices.add(own_devices)
+        self.ranks_per_device.add(ranks_per_device)
         ranks = [self.open[id, int(handle)] for handle in handles]
         assert ranks == list(range(SIZES["num_ranks"]))
         assert str(device).encode() in handles
@@ -115,20 +116,20 @@ def test_num_sms(devices, most, default, low_latency):
     assert workspace.low_latency_sms(devices) == low_latency
 
 
-@pytest.mark.parametrize("devices, own", [
-    ([("a", 132)], True),
-    ([("a", 132), ("b", 132)], True),
-    ([("a", 132), ("b", 132), ("a", 132)], False),
+@pytest.mark.parametrize("devices, most", [
+    ([("a", 132)], 1),
+    ([("a", 132), ("b", 132)], 1),
+    ([("a", 132), ("b", 132), ("a", 132)], 2),
 ])
-def test_own_devices(devices, own):
-    assert workspace.own_devices(devices) == own
+def test_ranks_per_device(devices, most):
+    assert workspace.ranks_per_device(devices) == most
 
 
-@pytest.mark.parametrize("gpus, own", [(8, True), (7, False)])
-def test_kernels_know_whether_ranks_share_a_gpu(gpus, own, monkeypatch):
+@pytest.mark.parametrize("gpus, most", [(8, 1), (7, 2), (2, 4), (1, 8)])
+def test_kernels_know_how_many_ranks_share_a_gpu(gpus, most, monkeypatch):
     native = Native(gpus=gpus)
     with contextlib.closing(make(monkeypatch, native)):
-        assert native.own_devices == {own}
+        assert native.ranks_per_device == {most}
 
 
 @pytest.mark.parametrize("num_sms, expected", [(None, (32, 100)), (8, (8, 8))])

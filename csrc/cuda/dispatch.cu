@@ -28,7 +28,7 @@ constexpr int kPullStageWarps = 8;
 // each stages only so many tokens ahead of what it places. That makes casting warps wait, of which
 // fewer are enough then.
 constexpr int kManyRanks = 4;
-constexpr int kStagedAhead = 768;  // of all ranks
+constexpr int kStagedAhead = 768;  // tokens of the ranks on a GPU together
 constexpr int kSharedCastWarps = 6;
 // To push: the blocks that do it to the end, enough for the link; stores of more would keep other
 // stores waiting behind them (docs/performance.md).
@@ -314,21 +314,21 @@ Stage ChooseStage(const MoveArgs& args) {
   const Shape& shape = args.common.shape;
   const bool mostly_link =
       shape.num_ranks >= 4 || (shape.num_ranks > 1 && shape.layout == Layout::kRank);
-  return args.common.workspace.own_devices && mostly_link ? Stage::kAtPeers : Stage::kHere;
+  return args.common.workspace.ranks_per_device == 1 && mostly_link ? Stage::kAtPeers
+                                                                    : Stage::kHere;
 }
 
 Stagers ChooseStagers(const MoveArgs& args, Stage stage) {
   constexpr int32_t kAnyNumber = std::numeric_limits<int32_t>::max();
   const Workspace& workspace = args.common.workspace;
-  const int32_t num_ranks = args.common.shape.num_ranks;
   if (stage == Stage::kAtPeers) {
     return {std::clamp(workspace.num_sms / 2, 1, kMaxPushBlocks), kWarps - 1, kAnyNumber};
   }
-  if (workspace.own_devices || num_ranks < kManyRanks) {
+  if (workspace.ranks_per_device < kManyRanks) {
     return {workspace.num_sms, kPullStageWarps, kAnyNumber};
   }
   return {workspace.num_sms, stage == Stage::kCastHere ? kSharedCastWarps : kPullStageWarps,
-          kStagedAhead / num_ranks};
+          kStagedAhead / workspace.ranks_per_device};
 }
 
 template <typename Mover, typename Ring>

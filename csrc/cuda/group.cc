@@ -90,7 +90,7 @@ Status Group::Connect(const std::vector<std::string>& handles, const LaunchSetti
   workspace_.state = state_;
   workspace_.subgroup = settings_.subgroup;
   workspace_.rank = settings_.rank;
-  workspace_.own_devices = launch.own_devices;
+  workspace_.ranks_per_device = launch.ranks_per_device;
   workspace_.num_sms = launch.num_sms;
   workspace_.low_latency_sms = launch.low_latency_sms;
   workspace_.timeout_ns = static_cast<uint64_t>(settings_.timeout_s * 1e9);

@@ -26,7 +26,7 @@ struct GroupSettings {
 struct LaunchSettings {
   int32_t num_sms;
   int32_t low_latency_sms;
-  bool own_devices;
+  int32_t ranks_per_device;
 };
 
 // A jax_ep.Group on one device of this process: that device's rank of it.

@@ -71,7 +71,7 @@ struct Stagers {
   int32_t blocks = 0;  // so many at the start of the grid
   // dispatch only:
   int32_t warps = 0;   // of each of them
-  int32_t ahead = 0;   // the most tokens by which staging is ahead of placing
+  int32_t ahead = 0;   // tokens by which staging is at most ahead of those taken to be placed
 };
 
 struct MoveArgs {

@@ -46,12 +46,17 @@ std::vector<Case> Cases() {
     add("one rank", [](Case& c) { c.num_ranks = 1; });
     add("three ranks", [](Case& c) { c.num_ranks = 3; c.num_experts = 9; });
     add("eight ranks", [](Case& c) { c.num_ranks = 8; c.num_experts = 16; c.num_sms = 4; });
-    // They stage as many as they may, ahead of what they place.
-    add("eight ranks, many tokens", [](Case& c) {
-      c.num_ranks = 8;
-      c.num_experts = 16;
+    // More tokens than are staged ahead of those that are placed.
+    const auto many_tokens = [](Case& c) {
+      c.num_ranks = c.num_experts = c.ranks_per_device = 8;
       c.num_tokens = c.max_tokens = 500;
       c.row_elements = {256};
+    };
+    add("eight ranks on a GPU", many_tokens);
+    add("eight ranks on a GPU, cast", [&](Case& c) {
+      many_tokens(c);
+      c.quantize = Quantize::kFp8;
+      c.uneven = true;
     });
     // As many as can be connected, one SM each.
     const auto most_ranks = [](Case& c) {
@@ -64,7 +69,7 @@ std::vector<Case> Cases() {
     // As between GPUs, also where there is one.
     const auto add_pushed = [&](const char* name, auto change) {
       add(name, [change](Case& c) {
-        c.own_devices = true;
+        c.ranks_per_device = 1;
         c.num_ranks = 4;
         change(c);
       });
@@ -168,8 +173,14 @@ std::vector<Case> SmallCases(double timeout_s) {
       c.row_elements = {384, 24, 2304};
     });
     add("uneven", [](Case& c) { c.uneven = true; });
+    add("eight ranks on a GPU", [](Case& c) {
+      c.num_ranks = c.num_experts = c.ranks_per_device = 8;
+      c.num_tokens = c.max_tokens = 128;
+      c.quantize = Quantize::kFp8;
+      c.row_elements = {256};
+    });
     add("four ranks, pushed", [](Case& c) {
-      c.own_devices = true;
+      c.ranks_per_device = 1;
       c.num_ranks = 4;
       c.row_elements = {2304, 33};
     });
@@ -455,7 +466,7 @@ int main(int argc, char** argv) {
   CheckTickets(cases[0]);
   Case pushed = cases[0];
   pushed.num_ranks = 4;
-  pushed.own_devices = true;
+  pushed.ranks_per_device = 1;
   CheckTickets(pushed);
   CheckMismatch(cases[0]);
   std::printf("%zu cases passed\n", cases.size());

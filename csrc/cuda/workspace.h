@@ -157,7 +157,7 @@ struct Workspace {
   RankState* state = nullptr;
   int32_t subgroup = 0;  // which of the mesh's independent groups this is
   int32_t rank = 0;      // in it
-  bool own_devices = false;     // no two ranks of the mesh share a GPU
+  int32_t ranks_per_device = 1;  // the most ranks of the mesh that share a GPU
   int32_t num_sms = 0;          // blocks of the kernels that move rows
   int32_t low_latency_sms = 0;  // the most blocks of a low-latency kernel
   uint64_t timeout_ns = 0;

@@ -59,13 +59,13 @@ nb::bytes Open(int64_t id, int device, std::string axis, int32_t subgroup, int32
 }
 
 std::string Connect(int64_t id, int device, const std::vector<nb::bytes>& handles,
-                    int32_t num_sms, int32_t low_latency_sms, bool own_devices) {
+                    int32_t num_sms, int32_t low_latency_sms, int32_t ranks_per_device) {
   std::vector<std::string> texts;
   for (const nb::bytes& handle : handles) texts.emplace_back(handle.c_str(), handle.size());
   std::string transport;
   nb::gil_scoped_release release;
-  RaiseUnlessOk(cuda::ConnectGroup(id, device, texts, {num_sms, low_latency_sms, own_devices},
-                                   &transport));
+  RaiseUnlessOk(cuda::ConnectGroup(id, device, texts,
+                                   {num_sms, low_latency_sms, ranks_per_device}, &transport));
   return transport;
 }
 
@@ -173,7 +173,7 @@ NB_MODULE(_cuda, module) {
              "Allocates \"ipc\" or \"fabric\" memory; returns the handle for all ranks.");
   module.def("connect_group", &ffi_cuda::Connect, nb::kw_only(), nb::arg("id"), nb::arg("device"),
              nb::arg("handles"), nb::arg("num_sms"), nb::arg("low_latency_sms"),
-             nb::arg("own_devices"),
+             nb::arg("ranks_per_device"),
              "Opens the memory of all ranks, in rank order; returns the ways that were taken.");
   module.def("check_group", &ffi_cuda::Check, nb::arg("id"),
              "The first error on this process's devices, or None.");

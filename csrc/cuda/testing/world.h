@@ -69,7 +69,7 @@ struct Case {
   double unrouted = 0.1;
   bool weighted = true;
   bool uneven = false;  // the first rank has no tokens, the last num_tokens
-  bool own_devices = false;  // as if, where there are fewer devices than ranks
+  int32_t ranks_per_device = 0;  // as if it were so; 0 as it is
   int32_t num_sms = 8;
   int32_t low_latency_sms = 8;
   double timeout_s = 5;
@@ -165,7 +165,9 @@ class World {
       workspace.at = layout_.Offsets();
       workspace.state = ranks_[r].state->device;
       workspace.rank = r;
-      workspace.own_devices = c.own_devices || c.num_ranks <= NumDevices();
+      workspace.ranks_per_device =
+          c.ranks_per_device > 0 ? c.ranks_per_device
+                                 : (c.num_ranks + NumDevices() - 1) / NumDevices();
       workspace.num_sms = c.num_sms;
       workspace.low_latency_sms = c.low_latency_sms;
       workspace.timeout_ns = static_cast<uint64_t>(c.timeout_s * 1e9);
@@ -219,7 +221,10 @@ class World {
   }
 
   // Lets a rank think otherwise than the others of whether ranks have a device each.
-  void Disagree(int32_t rank) { workspaces_[rank].own_devices ^= true; }
+  void Disagree(int32_t rank) {
+    int32_t& ranks = workspaces_[rank].ranks_per_device;
+    ranks = ranks == 1 ? case_.num_ranks : 1;
+  }
 
   // Overwrites all results, so that what nobody writes shows.
   void Scramble(int byte = 0xa5) {
