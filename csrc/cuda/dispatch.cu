@@ -27,7 +27,7 @@ constexpr int kPullStageWarps = 8;
 // Where many ranks share a GPU, what they stage leaves its L2 cache before all have pulled it, unless
 // each stages only so many tokens ahead of what it places. That makes casting warps wait, of which
 // fewer are enough then.
-constexpr int kManyRanks = 4;
+constexpr int kManyRanks = 8;
 constexpr int kStagedAhead = 768;  // tokens of the ranks on a GPU together
 constexpr int kSharedCastWarps = 6;
 // To push: the blocks that do it to the end, enough for the link; stores of more would keep other

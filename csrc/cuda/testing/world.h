@@ -450,6 +450,7 @@ class World {
     rank.row_weights = std::make_unique<Array<float>>(values);
     rank.returned = std::make_unique<Array<float>>(pairs);
     rank.ticket = std::make_unique<Array<uint32_t>>(2);
+    Must(cudaDeviceSynchronize());  // the rank's stream does not wait for what fills these
   }
 
   // A random finite number of the case's dtype, of moderate size.
