@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_TAIL_CHARS = 4000
+_TAIL_CHARS = 10000  # room for the stack of a crash under pytest, whose first lines matter most
 # A process whose peer has failed gets this long to end by itself, for the sake of its message.
 _GRACE_S = 5.0
 _GATHER_TIMEOUT_S = 100.0
