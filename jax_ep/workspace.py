@@ -65,8 +65,8 @@ def low_latency_sms(devices: Sequence[tuple[str, int]]) -> int:
 def ranks_per_device(devices: Sequence[tuple[str, int]]) -> int:
     """The most ranks of `devices` (see default_num_sms) that share one.
 
-    If it is 1, tokens may be pushed to their ranks; if ranks share a device, its memory is the link,
-    and they are pulled.
+    If it is 1, tokens may be pushed to their ranks; if ranks share a device, its memory is the
+    link, and they are pulled.
     """
     return max(_ranks_on(devices).values())
 

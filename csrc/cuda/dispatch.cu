@@ -24,9 +24,9 @@ namespace {
 constexpr int kWarps = 16;
 // To stage here: of each block the warps that do it to the end, unless shared memory allows fewer.
 constexpr int kPullStageWarps = 8;
-// Where many ranks share a GPU, what they stage leaves its L2 cache before all have pulled it, unless
-// each stages only so many tokens ahead of what it places. That makes casting warps wait, of which
-// fewer are enough then.
+// Where many ranks share a GPU, what they stage leaves its L2 cache before all have pulled it,
+// unless each stages only so many tokens ahead of what it places. That makes casting warps wait, of
+// which fewer are enough then.
 constexpr int kManyRanks = 8;
 constexpr int kStagedAhead = 768;  // tokens of the ranks on a GPU together
 constexpr int kSharedCastWarps = 6;

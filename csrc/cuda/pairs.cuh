@@ -29,8 +29,8 @@ __device__ __forceinline__ Pairs ReceivedSlots(const MoveArgs& args, int32_t sou
   return slots;
 }
 
-// The rows of a token of this rank's: the ranks that have them, num_ranks for pairs without one, and
-// their slots there.
+// The rows of a token of this rank's: the ranks that have them, num_ranks for pairs without one,
+// and their slots there.
 struct SentRows {
   Pairs ranks;
   Pairs slots;

@@ -111,8 +111,8 @@ __device__ __forceinline__ void PlaceExperts(const Team& team, const Common& com
   }
 }
 
-// The lanes of a warp that have the same expert as this one, if it has one; a lane without has -1. Votes
-// bit by bit are a little faster than __match_any_sync where most lanes differ.
+// The lanes of a warp that have the same expert as this one, if it has one; a lane without has -1.
+// Votes bit by bit are a little faster than __match_any_sync where most lanes differ.
 __device__ __forceinline__ uint32_t SameExpert(int32_t num_experts, int32_t expert) {
   uint32_t same = __ballot_sync(~0u, expert >= 0);
 #pragma unroll 4

@@ -46,8 +46,8 @@ __device__ void Send(const PrepareArgs& args, Operation& operation) {
               });
 }
 
-// All ranks' indices, as they are sent to this one: words [R, max_tokens_per_rank, K]. A pair's entry
-// is where its word is.
+// All ranks' indices, as they are sent to this one: words [R, max_tokens_per_rank, K]. A pair's
+// entry is where its word is.
 class Indices {
  public:
   __device__ Indices(Operation& operation, const uint64_t* words)
