@@ -29,14 +29,14 @@ step() {
   fi
   ((status == 0)) || failed+=("$name")
 }
+tests() { step "$1" "$2" "$python" -m jax_ep.testing.gpus --only "$3" --timeout $(($2 - 10)); }
 bench() { step "$1" "$2" "$python" -m jax_ep.bench --json="$folder/$1.json" "${@:3}"; }
 
 count=$("$python" -c "from jax_ep.testing import gpus; print(len(gpus.gpu_ids()))") ||
   die "$python has no jax_ep"
 ((count > 1)) || die "this is for two GPUs or more, and there are $count"
 
-# Two processes on one GPU take 140 s for the same tests, one process 35.
-step tests 200 "$python" -m jax_ep.testing.gpus --only "one process" --timeout 160
+tests tests-in-one-process 150 "one process for all"
 bench deepseek 70 --sms=24,32,64 --layouts=expert,rank --dtypes=bfloat16,fp8
 bench low-latency 60 --mode=ll
 [[ -z ${BINARY:-} ]] || step kernels 40 "$BINARY" 20 "$count"
@@ -48,7 +48,8 @@ done
 for setting in one-rank group-limited gpt-oss 16k; do
   bench "$setting" 40 --setting="$setting" --nopeers --nooverlap
 done
-step tests-in-two-processes 100 "$python" -m jax_ep.testing.gpus --only "on all GPUs" --timeout 90
+tests tests-in-a-process-per-gpu 200 "one process per GPU"
+((count == 2)) || tests tests-in-two-processes 100 "2 processes on all GPUs"
 
 ((${#failed[@]} == 0)) || die "failed: ${failed[*]}; see $folder"
 say "all passed; logs and figures are in $folder"

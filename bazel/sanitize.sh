@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the kernels under compute-sanitizer's memcheck and racecheck, on a GPU of this machine, with
-# several ranks on it and small arrays: two to three minutes. Usage: sanitize.sh [BINARY]
+# several ranks on it and small arrays: a minute or two. Usage: sanitize.sh [BINARY]
 #
 #   BINARY                 //csrc/cuda:kernels_test, built elsewhere (default: Bazel builds it)
 #   COMPUTE_SANITIZER=...  the tool (default: on the PATH, or in CUDA_HOME, or /usr/local/cuda)

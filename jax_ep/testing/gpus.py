@@ -96,7 +96,7 @@ def arrangements(gpus: Sequence[str], slow: bool = False) -> list[Arrangement]:
         result.append(Arrangement("2 processes on all GPUs",
                                   (tuple(gpus[:half]), tuple(gpus[half:2 * half])),
                                   (*_MOVES, "test_group.py", *_RANKS)))
-    result.append(Arrangement("one process", (tuple(gpus),)))
+    result.append(Arrangement("one process for all GPUs", (tuple(gpus),)))
     if slow:
         result.append(Arrangement("slow tests", each if count > 1 else (first,) * 2,
                                   selection="slow"))

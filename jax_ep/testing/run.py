@@ -47,9 +47,9 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
 def jit(f: Callable) -> Callable:
     """jax.jit, but a call with an argument of no bytes skips the test where JAX crashes on those.
 
-    That is on several GPUs: jax 0.11.2 has a segmentation fault while it places the argument,
-    before any operation of ours. That was found with several processes; with one, the same test
-    ended by the same signal.
+    That is on several GPUs: jax 0.11.2 has a segmentation fault while it compiles, without any
+    operation of ours, jax.shard_map(lambda a, b: (a, b), ...) of a float[2, 0, 8], of which each
+    GPU has a half, and a float[2, 5].
     """
     compiled = jax.jit(f)
 
