@@ -16,6 +16,8 @@ from jax_ep.workspace import Workspace
 LAYOUTS = ("expert", "rank", "padded")
 # The most tokens per rank that the low-latency path is made for.
 MAX_LOW_LATENCY_TOKENS = 512
+# Pairs of all ranks: their numbers are int32 in the kernels, which reckon up to 128 past the last.
+_MAX_PAIRS = 2**31 - 128
 
 # One count per set of processes, so that processes in several groups still agree on a group's id.
 _counters = collections.defaultdict(lambda: itertools.count(1))
@@ -89,9 +91,9 @@ class Group:
                 f"num_experts must be a multiple of the {self.num_ranks} ranks of axis "
                 f"{axis_name!r}, got {num_experts}"
             )
-        if self.num_ranks * self.max_tokens_per_rank * self.num_topk >= 2**31:
+        if self.num_ranks * self.max_tokens_per_rank * self.num_topk > _MAX_PAIRS:
             raise ValueError(
-                "num_ranks * max_tokens_per_rank * num_topk must be below 2**31, got "
+                f"num_ranks * max_tokens_per_rank * num_topk must be at most {_MAX_PAIRS}, got "
                 f"{self.num_ranks} * {max_tokens_per_rank} * {num_topk}"
             )
         if not timeout_s > 0:

@@ -43,6 +43,7 @@ ROWS = 2 * 5 * 3
     (dict(num_experts=0), ValueError, ["num_experts", "0"]),
     (dict(num_topk=0), ValueError, ["num_topk", "0"]),
     (dict(max_tokens_per_rank=-1), ValueError, ["max_tokens_per_rank", "-1"]),
+    (dict(max_tokens_per_rank=(2**31 - 128) // 6 + 1), ValueError, ["num_topk", "2147483520"]),
     (dict(max_row_bytes=-1), ValueError, ["max_row_bytes", "-1"]),
     (dict(num_experts=4.0), TypeError, ["num_experts"]),
     (dict(backend="gpu"), ValueError, ["backend", "gpu", "xla"]),
