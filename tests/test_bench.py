@@ -14,7 +14,7 @@ import jax_ep
 import numpy as np
 import pytest
 from jax_ep.bench import __main__ as command
-from jax_ep.bench import low_latency, overlap, peers, run, settings, steps, trace
+from jax_ep.bench import low_latency, measure, overlap, peers, run, settings, steps, trace
 from jax_ep.bench.settings import Setting
 
 from jax_ep.testing import oracle
@@ -163,6 +163,21 @@ def profile(lines, plane="/device:GPU:0"):
     for i, kernel in enumerate(names, 1):
         text += f'event_metadata {{ key: {i} value {{ id: {i} name: "{kernel}" }} }}\n'
     return jax.profiler.ProfileData.from_text_proto(text + "}")
+
+
+def test_devices_are_kept_busy_in_the_profile_alone(monkeypatch):
+    log = []
+
+    def record(calls):
+        log.append("profile")
+        calls()
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(trace, "record", record)
+    measure.times(lambda: log.append("call"), 3, before=lambda: log.append("before"))
+    unprofiled, profiled = "".join(log).split("profile")
+    assert unprofiled == "call" * (1 + 4 + 3 + 3)  # to warm up, single, in a row
+    assert profiled == "beforecall" * 3
 
 
 CALLS = {

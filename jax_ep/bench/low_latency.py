@@ -159,23 +159,17 @@ def _device_times(layer: Layer, programs: dict, memory: _Memory, repeats: int,
     """The kernels of every operation: the median over layers and calls, on the slowest rank."""
     moved = bytes_moved(layer)
     for way, kernels in _KERNELS.items():
-        def call():
-            # Keeps the devices busy until the host has enqueued the layers. Otherwise kernels of a
-            # few microseconds would wait for the host, and for the ranks that it serves later.
-            memory.copy()
-            return programs[way, _LAYERS, False]()
-
+        call = programs[way, _LAYERS, False]
         measure.warm_up(call)
-        mean, profile = measure.calls_in_a_row(call, repeats)
+        profile = measure.profiled(call, repeats, before=memory.copy)
         for name, (kernel, part) in kernels.items():
             device = trace.device_microseconds(profile, repeats * _LAYERS, kernel,
                                                part) if profile else {}
-            times = report.collect(Times(mean, device=device))
+            times = report.collect_device(device)
             if times["device_us"] is None:
                 report.explain("operations have no times, only layers do")
                 continue
-            result = {"mode": way, "step": name, "us": times["device_us_max"],
-                      "device_us": times["device_us"], "device_us_max": times["device_us_max"]}
+            result = {"mode": way, "step": name, "us": times["device_us_max"], **times}
             if name in moved:
                 num_bytes = moved[name]["memory_bytes"]
                 result |= moved[name] | {"memory_floor_us": num_bytes / memory.bytes_per_us}

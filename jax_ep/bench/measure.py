@@ -30,19 +30,22 @@ class Times:
     device: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
-def times(call: Callable[[], Any], repeats: int, *, kernel: str = "") -> Times:
+def times(call: Callable[[], Any], repeats: int, *, kernel: str = "",
+          before: Callable[[], Any] = lambda: None) -> Times:
     """Times a call of a compiled program; on GPUs in all three ways, elsewhere single calls.
 
     Args:
       call: runs the program and returns its results.
       repeats: timed calls of each way.
       kernel: a pattern in the names of the kernels whose device time counts; "" counts all.
+      before: as `profiled` has it. With `kernel` "" its kernels would count, too.
     """
     warm_up(call)
     single = single_call(call, repeats)
     if jax.default_backend() != "gpu":
         return Times(single)
-    mean, profile = calls_in_a_row(call, repeats)
+    mean = calls_in_a_row(call, repeats)
+    profile = profiled(call, repeats, before)
     return Times(single, mean, trace.device_microseconds(profile, repeats, kernel)
                  if profile else {})
 
@@ -56,28 +59,32 @@ def warm_up(call: Callable[[], Any]) -> None:
         jax.block_until_ready([call() for _ in range(_IN_FLIGHT)])
 
 
-def calls_in_a_row(
-    call: Callable[[], Any], repeats: int
-) -> "tuple[float, jax.profiler.ProfileData | None]":
-    """Enqueues calls one behind the other, twice.
+def calls_in_a_row(call: Callable[[], Any], repeats: int) -> float:
+    """Microseconds of a call, of `repeats` enqueued one behind the other, by the host's clock."""
+    everyone(None)  # ranks that begin together do not wait for one another
+    in_flight = collections.deque()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        if len(in_flight) == _IN_FLIGHT:
+            jax.block_until_ready(in_flight.popleft())
+        in_flight.append(call())
+    jax.block_until_ready(list(in_flight))
+    return 1e6 * (time.perf_counter() - start) / repeats
 
-    Returns:
-      Microseconds of a call, the mean, by the host's clock; and the profile of the second time,
-      which has `repeats` calls.
+
+def profiled(call: Callable[[], Any], repeats: int,
+             before: Callable[[], Any]) -> "jax.profiler.ProfileData | None":
+    """The profile of `repeats` calls in a row, each behind one of `before`.
+
+    `before` keeps the devices busy until the host has enqueued the call. Otherwise short kernels
+    wait for the host, and for the ranks that it serves later.
     """
 
-    def in_a_row() -> float:
-        everyone(None)  # ranks that begin together do not wait for one another
-        in_flight = collections.deque()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            if len(in_flight) == _IN_FLIGHT:
-                jax.block_until_ready(in_flight.popleft())
-            in_flight.append(call())
-        jax.block_until_ready(list(in_flight))
-        return 1e6 * (time.perf_counter() - start) / repeats
+    def both() -> Any:
+        before()
+        return call()
 
-    return in_a_row(), trace.record(in_a_row)
+    return trace.record(lambda: calls_in_a_row(both, repeats))
 
 
 def single_call(call: Callable[[], Any], repeats: int) -> float:

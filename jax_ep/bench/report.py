@@ -68,19 +68,20 @@ class Report:
 
     def collect(self, times: Times) -> dict[str, Any]:
         """The times of all processes, which all call this, as the JSON file has them."""
-        mine = {"single": times.single, "in_a_row": times.in_a_row,
-                "device": [times.device.get(gpu) for gpu in self._gpus]}
-        processes = everyone(mine)
-        device = [us for process in processes for us in process["device"]]
-        traced = None not in device
+        processes = everyone({"single": times.single, "in_a_row": times.in_a_row})
         single = max(process["single"] for process in processes)
         in_a_row = None if times.in_a_row is None else max(p["in_a_row"] for p in processes)
-        us = max(device) if traced else in_a_row or single
-        return {
-            "us": us, "device_us": device[0] if traced else None,
-            "device_us_max": max(device) if traced else None, "in_a_row_us": in_a_row,
-            "single_us": single,
-        }
+        device = self.collect_device(times.device)
+        return {"us": device["device_us_max"] or in_a_row or single, **device,
+                "in_a_row_us": in_a_row, "single_us": single}
+
+    def collect_device(self, times: dict[int, float]) -> dict[str, float | None]:
+        """Of device times alone; None where not all GPUs have any."""
+        mine = [times.get(gpu) for gpu in self._gpus]
+        ranks = [us for process in everyone(mine) for us in process]
+        traced = None not in ranks
+        return {"device_us": ranks[0] if traced else None,
+                "device_us_max": max(ranks) if traced else None}
 
     def explain(self, consequence: str) -> None:
         """Says once what follows from a GPU's lack of a profile."""

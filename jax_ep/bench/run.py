@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,12 +50,13 @@ def run(options: Options) -> None:
     done = set()
     for dtype in options.dtypes:
         inputs = steps.make_inputs(options.setting, options.ranks, dtype)
+        before = _busy(options, inputs)
         if inputs.x.dtype not in done:
             _time_peers(options, inputs, names[0], report)
         done.add(inputs.x.dtype)
         for layout, name in itertools.product(options.layouts, names):
             for num_sms in options.sms if name == "cuda" else [None]:
-                _time_layer(options, inputs, layout, dtype, name, num_sms, report)
+                _time_layer(options, inputs, layout, dtype, name, num_sms, before, report)
     if options.overlap:
         _time_overlap(options, report)
 
@@ -69,8 +71,15 @@ def _headline(options: Options, devices: Sequence[jax.Device]) -> str:
             f"{setting.routing}; {options.repeats} timed calls")
 
 
+def _busy(options: Options, inputs: Inputs) -> Callable[[], Any]:
+    """What keeps GPUs busy before a profiled operation, for about a millisecond."""
+    if jax.default_backend() != "gpu" or options.ranks_per_gpu > 1:  # it would not be alone
+        return lambda: None
+    return peers.memory_copy(inputs, num_bytes=1 << 31).call
+
+
 def _time_layer(options: Options, inputs: Inputs, layout: str, dtype: str, backend: str,
-                num_sms: int | None, report: Report) -> None:
+                num_sms: int | None, before: Callable[[], Any], report: Report) -> None:
     with steps.make_group(inputs, backend, num_sms) as group:
         layer = Layer(group, inputs, layout, options.capacity_factor,
                       quantize="fp8" if dtype == "fp8" else None)
@@ -81,8 +90,9 @@ def _time_layer(options: Options, inputs: Inputs, layout: str, dtype: str, backe
         labels = {"what": backend, "dtype": dtype, "layout": layout, "num_sms": group.num_sms,
                   "capacity": layer.capacity, "dropped": dropped}
         for step in layer.steps():
-            report.add(step, measure.times(step.call, options.repeats, kernel=step.kernel),
-                       **labels)
+            # A whole program's kernels are all that run, those before it too.
+            one_kernel = {"kernel": step.kernel, "before": before} if step.kernel else {}
+            report.add(step, measure.times(step.call, options.repeats, **one_kernel), **labels)
 
 
 def _time_overlap(options: Options, report: Report) -> None:
