@@ -229,10 +229,12 @@ def main() -> int:
             for arrangement in arrangements(gpus, options.slow)}
     runs |= {name: functools.partial(_run_launcher, options.tests / test, options.timeout)
              for name, test in _LAUNCHERS.items()}
+    chosen = {name: run for name, run in runs.items() if options.only in name}
+    if not chosen:
+        print(f"no arrangement of these {len(gpus)} GPUs has {options.only!r} in its name")
+        return 1
     results = {}
-    for name, run in runs.items():
-        if options.only not in name:
-            continue
+    for name, run in chosen.items():
         print(f"{name} ...", flush=True)
         start = time.monotonic()
         results[name] = f"{run()} ({time.monotonic() - start:.0f} s)"
