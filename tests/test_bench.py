@@ -165,7 +165,8 @@ def profile(lines, plane="/device:GPU:0"):
     return jax.profiler.ProfileData.from_text_proto(text + "}")
 
 
-def test_devices_are_kept_busy_in_the_profile_alone(monkeypatch):
+@pytest.mark.parametrize("kernel, call", [("DispatchKernel", "beforecall"), ("", "call")])
+def test_devices_are_kept_busy_in_the_profile_of_a_kernel(kernel, call, monkeypatch):
     log = []
 
     def record(calls):
@@ -174,10 +175,11 @@ def test_devices_are_kept_busy_in_the_profile_alone(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(trace, "record", record)
-    measure.times(lambda: log.append("call"), 3, before=lambda: log.append("before"))
+    measure.times(lambda: log.append("call"), 3, kernel=kernel,
+                  before=lambda: log.append("before"))
     unprofiled, profiled = "".join(log).split("profile")
     assert unprofiled == "call" * (1 + 4 + 3 + 3)  # to warm up, single, in a row
-    assert profiled == "beforecall" * 3
+    assert profiled == call * 3
 
 
 CALLS = {

@@ -31,21 +31,21 @@ class Times:
 
 
 def times(call: Callable[[], Any], repeats: int, *, kernel: str = "",
-          before: Callable[[], Any] = lambda: None) -> Times:
+          before: Callable[[], Any] | None = None) -> Times:
     """Times a call of a compiled program; on GPUs in all three ways, elsewhere single calls.
 
     Args:
       call: runs the program and returns its results.
       repeats: timed calls of each way.
       kernel: a pattern in the names of the kernels whose device time counts; "" counts all.
-      before: as `profiled` has it. With `kernel` "" its kernels would count, too.
+      before: as `profiled` has it; not with `kernel` "", as its own kernels would count, too.
     """
     warm_up(call)
     single = single_call(call, repeats)
     if jax.default_backend() != "gpu":
         return Times(single)
     mean = calls_in_a_row(call, repeats)
-    profile = profiled(call, repeats, before)
+    profile = profiled(call, repeats, before if kernel else None)
     return Times(single, mean, trace.device_microseconds(profile, repeats, kernel)
                  if profile else {})
 
@@ -73,15 +73,16 @@ def calls_in_a_row(call: Callable[[], Any], repeats: int) -> float:
 
 
 def profiled(call: Callable[[], Any], repeats: int,
-             before: Callable[[], Any]) -> "jax.profiler.ProfileData | None":
-    """The profile of `repeats` calls in a row, each behind one of `before`.
+             before: Callable[[], Any] | None) -> "jax.profiler.ProfileData | None":
+    """The profile of `repeats` calls in a row, each behind one of `before`, if there is any.
 
     `before` keeps the devices busy until the host has enqueued the call. Otherwise short kernels
     wait for the host, and for the ranks that it serves later.
     """
 
     def both() -> Any:
-        before()
+        if before is not None:
+            before()
         return call()
 
     return trace.record(lambda: calls_in_a_row(both, repeats))

@@ -48,9 +48,10 @@ def run(options: Options) -> None:
         low_latency.run(options, names[0], report)
         return
     done = set()
+    before = None
     for dtype in options.dtypes:
         inputs = steps.make_inputs(options.setting, options.ranks, dtype)
-        before = _busy(options, inputs)
+        before = before or _busy(options, inputs)
         if inputs.x.dtype not in done:
             _time_peers(options, inputs, names[0], report)
         done.add(inputs.x.dtype)
@@ -71,15 +72,20 @@ def _headline(options: Options, devices: Sequence[jax.Device]) -> str:
             f"{setting.routing}; {options.repeats} timed calls")
 
 
-def _busy(options: Options, inputs: Inputs) -> Callable[[], Any]:
-    """What keeps GPUs busy before a profiled operation, for about a millisecond."""
-    if jax.default_backend() != "gpu" or options.ranks_per_gpu > 1:  # it would not be alone
-        return lambda: None
-    return peers.memory_copy(inputs, num_bytes=1 << 31).call
+def _busy(options: Options, inputs: Inputs) -> Callable[[], Any] | None:
+    """What keeps GPUs busy before a profiled operation, for about a millisecond.
+
+    None elsewhere, and where ranks share a GPU, whose kernels would run beside another's copy.
+    """
+    if jax.default_backend() != "gpu" or options.ranks_per_gpu > 1:
+        return None
+    copy = peers.memory_copy(inputs, num_bytes=1 << 31).call
+    measure.warm_up(copy)
+    return copy
 
 
 def _time_layer(options: Options, inputs: Inputs, layout: str, dtype: str, backend: str,
-                num_sms: int | None, before: Callable[[], Any], report: Report) -> None:
+                num_sms: int | None, before: Callable[[], Any] | None, report: Report) -> None:
     with steps.make_group(inputs, backend, num_sms) as group:
         layer = Layer(group, inputs, layout, options.capacity_factor,
                       quantize="fp8" if dtype == "fp8" else None)
@@ -90,9 +96,8 @@ def _time_layer(options: Options, inputs: Inputs, layout: str, dtype: str, backe
         labels = {"what": backend, "dtype": dtype, "layout": layout, "num_sms": group.num_sms,
                   "capacity": layer.capacity, "dropped": dropped}
         for step in layer.steps():
-            # A whole program's kernels are all that run, those before it too.
-            one_kernel = {"kernel": step.kernel, "before": before} if step.kernel else {}
-            report.add(step, measure.times(step.call, options.repeats, **one_kernel), **labels)
+            report.add(step, measure.times(step.call, options.repeats, kernel=step.kernel,
+                                           before=before), **labels)
 
 
 def _time_overlap(options: Options, report: Report) -> None:
