@@ -35,6 +35,8 @@ def on_collective_stream(
         func.ReturnOp(results)
     signature = ir.FunctionType.get(types, [result.type for result in results])
     body.attributes["function_type"] = ir.TypeAttr.get(signature)
+    # XLA would move constants into the function, and jax 0.12.0 names them there as PTX cannot.
+    operands = list(stablehlo.OptimizationBarrierOp(operands).results)
     call = func.CallOp(body, operands)
     call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {key: ir.StringAttr.get(value) for key, value in _ATTRIBUTES.items()})

@@ -325,6 +325,17 @@ def test_overlap_steps():
             assert_same_bits(product, expected[1])
 
 
+def test_layer_in_halves():
+    """Gives what the whole layer does, and the two Groups the same."""
+    inputs = steps.make_inputs(SMALL, 2, "float32")
+    with small_group(inputs) as plain, small_group(inputs, overlap=True) as overlapped:
+        layer, *halves = [np.asarray(step.call())
+                          for step in overlap.layer_steps(plain, overlapped, inputs, 64)]
+    assert layer.any()
+    np.testing.assert_allclose(halves[0], layer, rtol=1e-5, atol=1e-5 * np.abs(layer).max())
+    assert_same_bits(*halves)
+
+
 @pytest.fixture(scope="module")
 def low_latency_run(tmp_path_factory):
     """Output and JSON of one run of the command with --mode=ll."""

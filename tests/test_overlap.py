@@ -95,6 +95,20 @@ def test_every_operation_is_an_annotated_call(program):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
+def test_operands_enter_a_call_together(program):
+    """By a barrier: XLA moves constants into the function, under names that PTX does not allow."""
+    with make_group(overlap=True) as group:
+        text = lowered(group, program)
+    calls = re.findall(r"\bcall @\w+\((.*)\) {.*_xla_stream_annotation", text)
+    for operands in calls:
+        barrier = operands.partition("#")[0]
+        count = operands.count(",") + 1
+        assert operands == ", ".join(f"{barrier}#{i}" for i in range(count))
+        assert f"{barrier}:{count} = stablehlo.optimization_barrier " in text
+    assert calls
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_results_leave_a_call_together(program):
     """Only by one barrier over all of them: taken one by one they are asynchronous, too."""
     with make_group(overlap=True) as group:

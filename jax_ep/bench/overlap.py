@@ -1,4 +1,4 @@
-"""Whether dispatch and independent compute run at the same time."""
+"""Whether transfers and independent compute run at the same time."""
 
 from collections.abc import Iterator
 
@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_ep
 from jax_ep.bench import measure
 from jax_ep.bench.steps import Inputs, Layer, Step, add_axis, compile_step, drop_axis, per_device
 
 _TRIAL_LENGTH = 4  # products in the chain by which one product is timed
+_MIN_LENGTH = 2  # a single one XLA schedules behind the transfer (jax 0.12.0)
 
 
 def overlap_steps(
@@ -23,10 +25,7 @@ def overlap_steps(
       repeats: calls by which the length of the chain is found.
       matrix_size: of the square matrices.
     """
-    size = matrix_size
-    matrices = per_device(
-        lambda i: jax.random.normal(jax.random.key(i[0]), (1, size, size), jnp.bfloat16),
-        inputs.mesh)(np.arange(inputs.mesh.size))
+    matrices = _matrices(inputs, matrix_size, matrix_size)
 
     def chain(length):
         def f(matrix):
@@ -52,13 +51,59 @@ def overlap_steps(
     us, trial_us = (measure.times(step.call, repeats) for step in (alone, trial))
     # The same number in all processes, as they run one program.
     ratio = measure.everyone(_wall(us) / _wall(trial_us))[0]
-    length = max(1, round(_TRIAL_LENGTH * ratio))
+    length = max(_MIN_LENGTH, round(_TRIAL_LENGTH * ratio))
     yield alone
     yield compile_step(f"overlap: {length} products", lambda m: chain(length)(m[0])[None], inputs,
                        matrices)
     for name, layer in (("one stream", plain), ("two streams", overlapped)):
         yield compile_step(f"overlap: both, {name}", both(layer, length), inputs, matrices,
                            *batch(layer))
+
+
+def layer_steps(
+    plain: jax_ep.Group, overlapped: jax_ep.Group, inputs: Inputs, intermediate: int = 1024
+) -> Iterator[Step]:
+    """A layer with its experts as one part, and in halves as docs/overlap.md has it.
+
+    The experts are two matrix products over all rows of a rank, in layout "rank".
+
+    Args:
+      plain, overlapped: Groups for `inputs` without and with `overlap`.
+      inputs: tokens and routing.
+      intermediate: columns between the two products.
+    """
+    hidden = inputs.setting.hidden
+    weights = _matrices(inputs, hidden, intermediate), _matrices(inputs, intermediate, hidden)
+
+    def layer(group, num_parts):
+        def send(x, topk_idx, topk_weights):
+            handle = jax_ep.prepare(group, topk_idx, layout="rank",
+                                    capacity=group.worst_case_capacity(len(x), layout="rank"))
+            return handle, jax_ep.dispatch(x, handle, topk_weights)[0]
+
+        def f(up, down, *batch):
+            sent = [send(*part) for part in zip(*(jnp.array_split(a, num_parts) for a in batch))]
+            out = []
+            while sent:
+                handle, rows = sent.pop(0)
+                rows = jax.nn.relu(rows @ up[0].astype(rows.dtype)) @ down[0].astype(rows.dtype)
+                rows, sent, out = jax.lax.optimization_barrier((rows, sent, out))
+                out.append(jax_ep.combine(rows, handle))
+            return jnp.concatenate(out)
+        return f
+
+    operands = *weights, inputs.x, inputs.topk_idx, inputs.topk_weights
+    for name, group, num_parts in (("layer", plain, 1), ("halves, one stream", plain, 2),
+                                   ("halves, two streams", overlapped, 2)):
+        yield compile_step(f"overlap: {name}", layer(group, num_parts), inputs, *operands)
+
+
+def _matrices(inputs: Inputs, rows: int, columns: int) -> jax.Array:
+    """A bfloat16 matrix for each rank, [R, rows, columns]."""
+    def make(rank):
+        return jax.random.normal(jax.random.key(rank[0]), (1, rows, columns), jnp.bfloat16)
+
+    return per_device(make, inputs.mesh)(np.arange(inputs.mesh.size))
 
 
 def _wall(times: measure.Times) -> float:

@@ -105,13 +105,14 @@ def _time_overlap(options: Options, report: Report) -> None:
     layout, num_sms = options.layouts[0], options.sms[0]
     with (steps.make_group(inputs, "cuda", num_sms) as plain,
           steps.make_group(inputs, "cuda", num_sms, overlap=True) as overlapped):
-        report.section(f"Overlap of dispatch, {plain.num_sms} SMs, with matrix products")
-        labels = {"what": "overlap", "dtype": str(inputs.x.dtype), "layout": layout,
-                  "num_sms": plain.num_sms}
+        report.section(f"Overlap with matrix products, {plain.num_sms} SMs")
+        labels = {"what": "overlap", "dtype": str(inputs.x.dtype), "num_sms": plain.num_sms}
         layers = [Layer(group, inputs, layout, options.capacity_factor)
                   for group in (plain, overlapped)]
         for step in overlap.overlap_steps(*layers, inputs, options.repeats):
-            report.add(step, measure.times(step.call, options.repeats), **labels)
+            report.add(step, measure.times(step.call, options.repeats), **labels, layout=layout)
+        for step in overlap.layer_steps(plain, overlapped, inputs):
+            report.add(step, measure.times(step.call, options.repeats), **labels, layout="rank")
 
 
 def _time_peers(options: Options, inputs: Inputs, backend: str, report: Report) -> None:
