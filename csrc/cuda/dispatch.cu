@@ -31,8 +31,10 @@ constexpr int kManyRanks = 8;
 constexpr int kStagedAhead = 768;  // tokens of the ranks on a GPU together
 constexpr int kSharedCastWarps = 6;
 // To push: the blocks that do it to the end, enough for the link; stores of more would keep other
-// stores waiting behind them (docs/performance.md).
-constexpr int kMaxPushBlocks = 12;
+// stores waiting behind them. Rows of fewer bytes take a warp no less time, and so more blocks
+// (docs/performance.md).
+constexpr int64_t kPushBlocks = 12;
+constexpr int64_t kFullRowBytes = 8192;
 // Of a block: those that fill rows which no token takes.
 constexpr int kFillWarps = 8;
 constexpr int kStageQueue = 0;
@@ -322,7 +324,10 @@ Stagers ChooseStagers(const MoveArgs& args, Stage stage) {
   constexpr int32_t kAnyNumber = std::numeric_limits<int32_t>::max();
   const Workspace& workspace = args.common.workspace;
   if (stage == Stage::kAtPeers) {
-    return {std::clamp(workspace.num_sms / 2, 1, kMaxPushBlocks), kWarps - 1, kAnyNumber};
+    const int64_t row_bytes = std::clamp<int64_t>(args.staging_row_bytes, 1, kFullRowBytes);
+    const int64_t blocks = std::min<int64_t>(kPushBlocks * kFullRowBytes / row_bytes,
+                                             std::max(1, workspace.num_sms / 2));
+    return {static_cast<int32_t>(blocks), kWarps - 1, kAnyNumber};
   }
   if (workspace.ranks_per_device < kManyRanks) {
     return {workspace.num_sms, kPullStageWarps, kAnyNumber};
