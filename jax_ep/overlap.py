@@ -35,7 +35,7 @@ def on_collective_stream(
         func.ReturnOp(results)
     signature = ir.FunctionType.get(types, [result.type for result in results])
     body.attributes["function_type"] = ir.TypeAttr.get(signature)
-    # XLA would move constants into the function, and jax 0.12.0 names them there as PTX cannot.
+    # XLA would move constants into the function, and jax 0.12.0.1 names them there as PTX cannot.
     operands = list(stablehlo.OptimizationBarrierOp(operands).results)
     call = func.CallOp(body, operands)
     call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
@@ -44,5 +44,5 @@ def on_collective_stream(
         return call.results
     # XLA takes results out of a call by instructions that inherit its attributes, makes
     # asynchronous pairs of these, too, and hides compute behind them instead of the call. A barrier
-    # takes all results at once, and is gone when XLA schedules.
+    # takes all results at once, and is gone when the program runs.
     return stablehlo.OptimizationBarrierOp(call.results).results

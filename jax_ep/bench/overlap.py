@@ -11,7 +11,7 @@ from jax_ep.bench import measure
 from jax_ep.bench.steps import Inputs, Layer, Step, add_axis, compile_step, drop_axis, per_device
 
 _TRIAL_LENGTH = 4  # products in the chain by which one product is timed
-_MIN_LENGTH = 2  # a single one XLA schedules behind the transfer (jax 0.12.0)
+_MIN_LENGTH = 2  # a single one XLA schedules behind the transfer (jax 0.12.0.1)
 
 
 def overlap_steps(

@@ -49,7 +49,7 @@ def jit(f: Callable) -> Callable:
 
     That is on several GPUs: jax 0.11.2 has a segmentation fault while it compiles, without any
     operation of ours, jax.shard_map(lambda a, b: (a, b), ...) of a float[2, 0, 8], of which each
-    GPU has a half, and a float[2, 5]. jax 0.12.0 has none.
+    GPU has a half, and a float[2, 5]. jax 0.12.0.1 has none.
     """
     compiled = jax.jit(f)
 
