@@ -63,9 +63,9 @@ def overlap_steps(
 def layer_steps(
     plain: jax_ep.Group, overlapped: jax_ep.Group, inputs: Inputs, intermediate: int = 1024
 ) -> Iterator[Step]:
-    """A layer with its experts as one part, and in halves as docs/overlap.md has it.
+    """A layer in one part, and in halves as docs/overlap.md has it.
 
-    The experts are two matrix products over all rows of a rank, in layout "rank".
+    In layout "rank"; two matrix products over all rows of a rank stand for its experts.
 
     Args:
       plain, overlapped: Groups for `inputs` without and with `overlap`.
