@@ -1,6 +1,7 @@
 """Group(overlap=True): every operation on cuda is a call on the stream of XLA's collectives."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -94,17 +95,27 @@ def test_every_operation_is_an_annotated_call(program):
         assert lines and all(ANNOTATION in line for line in lines), (name, lines)
 
 
+def annotated_calls(text):
+    """Of each call with the annotation: the line before, its own, and the rest of its region."""
+    def indent(line):
+        return len(line) - len(line.lstrip())
+
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if re.search(r"\bcall @\w+\(.*_xla_stream_annotation", line):
+            rest = itertools.takewhile(lambda after: indent(after) >= indent(line), lines[i + 1:])
+            yield lines[i - 1], line, list(rest)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_operands_enter_a_call_together(program):
     """By a barrier: XLA moves constants into the function, under names that PTX does not allow."""
     with make_group(overlap=True) as group:
-        text = lowered(group, program)
-    calls = re.findall(r"\bcall @\w+\((.*)\) {.*_xla_stream_annotation", text)
-    for operands in calls:
-        barrier = operands.partition("#")[0]
-        count = operands.count(",") + 1
-        assert operands == ", ".join(f"{barrier}#{i}" for i in range(count))
-        assert f"{barrier}:{count} = stablehlo.optimization_barrier " in text
+        calls = list(annotated_calls(lowered(group, program)))
+    for before, call, _ in calls:
+        operands = re.search(r"\bcall @\w+\((.*?)\)", call)[1]
+        barrier = re.match(r"\s*(%\w+):(\d+) = stablehlo.optimization_barrier ", before)
+        assert operands == ", ".join(f"{barrier[1]}#{i}" for i in range(int(barrier[2])))
     assert calls
 
 
@@ -112,16 +123,18 @@ def test_operands_enter_a_call_together(program):
 def test_results_leave_a_call_together(program):
     """Only by one barrier over all of them: taken one by one they are asynchronous, too."""
     with make_group(overlap=True) as group:
-        text = lowered(group, program)
-    found = 0
-    for function in re.split(r"\n  (?=func\.func )", text):
-        for name, count in re.findall(
-                r"(%\w+):(\d+) = (?:func\.)?call .*_xla_stream_annotation", function):
-            uses = [line for line in function.splitlines() if f"{name}#" in line]
-            results = ", ".join(f"{name}#{i}" for i in range(int(count)))
-            assert len(uses) == 1 and f"stablehlo.optimization_barrier {results} :" in uses[0]
-            found += 1
-    assert found
+        calls = list(annotated_calls(lowered(group, program)))
+    several = 0
+    for _, call, rest in calls:
+        found = re.match(r"\s*(%\w+):(\d+) = ", call)
+        if not found:
+            continue
+        name, count = found.groups()
+        uses = [line for line in rest if f"{name}#" in line]
+        results = ", ".join(f"{name}#{i}" for i in range(int(count)))
+        assert len(uses) == 1 and f"stablehlo.optimization_barrier {results} :" in uses[0]
+        several += 1
+    assert several
 
 
 def test_no_annotation_without_overlap():
