@@ -25,7 +25,7 @@ def overlap_steps(
       repeats: calls by which the length of the chain is found.
       matrix_size: of the square matrices.
     """
-    matrices = _matrices(inputs, matrix_size, matrix_size)
+    matrices = _matrices(inputs, matrix_size, matrix_size, jnp.bfloat16)
 
     def chain(length):
         def f(matrix):
@@ -72,8 +72,9 @@ def layer_steps(
       inputs: tokens and routing.
       intermediate: columns between the two products.
     """
-    hidden = inputs.setting.hidden
-    weights = _matrices(inputs, hidden, intermediate), _matrices(inputs, intermediate, hidden)
+    hidden, dtype = inputs.setting.hidden, inputs.x.dtype
+    weights = (_matrices(inputs, hidden, intermediate, dtype),
+               _matrices(inputs, intermediate, hidden, dtype))
 
     def layer(group, num_parts):
         def send(x, topk_idx, topk_weights):
@@ -86,7 +87,7 @@ def layer_steps(
             out = []
             while sent:
                 handle, rows = sent.pop(0)
-                rows = jax.nn.relu(rows @ up[0].astype(rows.dtype)) @ down[0].astype(rows.dtype)
+                rows = jax.nn.relu(rows @ up[0]) @ down[0]
                 rows, sent, out = jax.lax.optimization_barrier((rows, sent, out))
                 out.append(jax_ep.combine(rows, handle))
             return jnp.concatenate(out)
@@ -98,10 +99,10 @@ def layer_steps(
         yield compile_step(f"overlap: {name}", layer(group, num_parts), inputs, *operands)
 
 
-def _matrices(inputs: Inputs, rows: int, columns: int) -> jax.Array:
-    """A bfloat16 matrix for each rank, [R, rows, columns]."""
+def _matrices(inputs: Inputs, rows: int, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """A matrix for each rank, [R, rows, columns]."""
     def make(rank):
-        return jax.random.normal(jax.random.key(rank[0]), (1, rows, columns), jnp.bfloat16)
+        return jax.random.normal(jax.random.key(rank[0]), (1, rows, columns), dtype)
 
     return per_device(make, inputs.mesh)(np.arange(inputs.mesh.size))
 
